@@ -31,7 +31,7 @@ from fastsam.fed.loop.determinism import repeatable
 TABLE8 = ("fedlesam", "fedavg", "fedsam", "mofedsam", "fedgamma", "fedsmoo", "fedlesam-s", "fedlesam-d")
 CLIENTS = (100, 20, 8)
 TRACED = 20  # clients: a hundred make a trace that takes longer to read than to make
-STREAMS = 31  # torch deals out 32 in turn, and one is for graphs of all rows. More slots would share streams
+STREAMS = 31  # torch deals out 32 in turn, and more slots would share streams
 WITHOUT_ROW_PROGRAMS = "vmap, without row programs"
 STATE_WIDTHS = (32, 4096, 32768)  # width of an MLP: 2 thousand, 300 thousand and 2 million parameters
 CONNECTIONS = {"CUDA_DEVICE_MAX_CONNECTIONS": "32"}  # a queue of the device for each stream

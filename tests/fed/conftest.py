@@ -2,9 +2,10 @@
 
 import pytest
 
-from fastsam.fed.executors import auto, streams
+from fastsam.fed.executors import auto, capture_trial, randomness, streams
 from tests.helpers.fake_cuda import FakeCuda
 from tests.helpers.fed_states import stand_in
+from tests.helpers.places import ROOT
 
 
 @pytest.fixture(autouse=True)
@@ -23,6 +24,9 @@ def no_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     """Executors for GPUs run on a stand-in for CUDA, in whose streams everything is done at once."""
     monkeypatch.setattr(streams, "Cuda", FakeCuda)
     monkeypatch.setattr(streams, "why_not", lambda setup: None)
+    monkeypatch.setattr(randomness, "device_generator", lambda device: FakeCuda.default)
+    # The stand-in is part of torch for messages about lines of a user.
+    monkeypatch.setattr(capture_trial, "_PACKAGES", (*capture_trial._PACKAGES, str(ROOT / "tests" / "helpers")))
 
 
 @pytest.fixture

@@ -3,6 +3,17 @@
 The rule never measures anything at run time, because a timed choice would change the bits from run to run. Its numbers
 are in docs/executors_measured.md. `_not_stacked` asks if stacked clients are the fastest, and `stacked.why_not` if they
 are possible at all: with the run's options (`base.refusal`), with the model, and in a trial of two rows.
+
+On a GPU the first row that fits decides. M1 to M9 are the measurements of bench/fed/decide.py.
+
+    clients                                                          takes    decided by
+    dense models, with a row program or at most 2^20 parameters      vmap     an MLP on an H200; limits are predicted
+    convolutions of at most 2^18 parameters, 16 clients at once      vmap     predicted (M2, M4)
+    loops of an algorithm                                            streams  predicted
+    steps that can be captured; a sort's first steps are eager       graph    a CNN and a ResNet on an H200, with one
+                                                                              joint graph; lanes are predicted (M2, M6)
+    the same with dropout, batches of dicts, clients that may raise  graph    predicted (M7)
+    other steps: hooks, values on the host, Python state             streams  predicted (M8: several processes)
 """
 
 from __future__ import annotations
@@ -58,12 +69,16 @@ def rule(setup: Setup) -> tuple[str, str]:
     reason = _not_stacked(setup)
     if reason is None:
         return "vmap", "stacked clients of such a model share the cost of every call"
-    # Eager streams gain nothing over clients one after another, and keep a copy of the model for each slot.
-    if setup.device.type == "cuda" and streams.why_not(setup) is None and graph.unsupported(setup) is None:
+    if setup.device.type == "cuda" and streams.why_not(setup) is None:
+        if setup.loop:
+            return "streams", f"one stream per client, because {reason}"
         capture_problem = _not_captured(setup)
         if capture_problem is None:
-            return "graph", f"one captured graph for a step of several clients, because {reason}"
-        return "streams", f"one stream per client, because {reason}; and steps are not captured: {capture_problem}"
+            return "graph", f"captured steps, a lane for each of several clients, because {reason}"
+        return "streams", (
+            f"one stream per client, because {reason}; and steps are not captured: {capture_problem}. Several "
+            "processes on one GPU may be faster: torchrun --nproc-per-node 4"
+        )
     if setup.device.type == "cpu" and threads.why_not(setup) is None and (setup.options.slots or threads.cpus()) > 1:
         return "threads", f"one client per CPU, because {reason}"
     return "sequential", f"clients one after the other, because {reason}"
@@ -114,11 +129,8 @@ def _not_dense(setup: Setup, slots: int) -> str | None:
 def _not_captured(setup: Setup) -> str | None:
     """Return the reason why a captured step is impossible, or would hide something, or None."""
     if _has_hooks(setup.model):
-        return "the model has hooks, which would be called at the capture alone"
-    reason = graph.Graph.why_not(setup)
-    if reason is None and (changes := graph.changes_python(setup)) is not None:
-        return f"a pass changes Python's state ({changes}), which a capture would freeze"
-    return reason
+        return "the model has hooks, which would be called only at the capture"
+    return graph.Graph.why_not(setup)
 
 
 def _has_hooks(model: nn.Module) -> bool:

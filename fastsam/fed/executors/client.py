@@ -12,7 +12,6 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from fastsam.fed.common.transfer import to_device
 from fastsam.fed.executors.client_trainer import ClientTrainer
 from fastsam.fed.executors.extra_models import SecondModel
 from fastsam.fed.executors.gradient_passes import Gradients, Objective, check_scalar
@@ -54,10 +53,8 @@ class Client:
         self.backward_passes = row.extra_backward_passes
         self.has_phases = False  # the local work is more than one path of steps over the run's batches
         self._epochs = 0  # number of epochs begun
-        self._sizes: list[int] = []  # number of samples in each step since the last sum of losses
         self._batch_size, self._is_new_batch = 0, False
-        self._num_samples = 0
-        self._losses: Tensor | None = None  # sum of the losses of earlier phases
+        self._num_samples = 0  # number of samples in the steps whose losses are recorded
         self._first: Gradients | None = None  # gradients by which the weights are perturbed
         self._gradient_loss: tuple[Tensor, int] | None = None  # loss at the unperturbed weights, and samples
         self._results: ClientResults | None = None  # results of the first model, if `begin` was called
@@ -129,7 +126,7 @@ class Client:
         """Return the loss of the model as it is, for autograd."""
         row = self._row
         if row.random.draws:
-            row.random.seed(row.task.pass_seed(row.k))
+            row.random.seed_pass(row.task, row.k)
         with row.client_errors:
             return row.passes.loss_of(x, y)
 
@@ -154,12 +151,13 @@ class Client:
         if not self._is_new_batch:
             self.has_phases = True
         self._is_new_batch = False
+        size = self._size_of(y)
         with row.client_errors:
-            row.next_step(x, y)
+            loss = row.next_step(x, y, size)
         self.backward_passes += row.task.update.backward_passes
-        self._sizes.append(self._size_of(y))
+        self._num_samples += size
         self._gradient_loss = None
-        return row.losses[-1]
+        return loss
 
     def _size_of(self, y: Any) -> int:
         """Return the number of samples of a batch."""
@@ -242,8 +240,8 @@ class Client:
 
     def _record(self, loss: Tensor, size: int) -> None:
         """Record the loss of a batch of `size` samples."""
-        self._row.losses.append(loss)
-        self._sizes.append(size)
+        self._row.add_loss(loss, size)
+        self._num_samples += size
         self._gradient_loss = None
 
     def backward(self, x: Any, y: Any) -> Tensor:
@@ -274,7 +272,6 @@ class Client:
     def next_phase(self) -> None:
         """Begin a phase: the momentum is zero again, while weights, epochs and random numbers continue."""
         row = self._row
-        self._sum_losses()
         self.has_phases = True
         row.rows.restart(row.z[0].clone())
 
@@ -290,7 +287,7 @@ class Client:
         """
         if self._results is None:
             self._results = self._close(None)
-        self.has_phases, self._epochs, self._sizes, self._losses = True, 0, [], None
+        self.has_phases, self._epochs, self._num_samples = True, 0, 0
         self._row.begin_again(self._task.update if update is None else update, start)
 
     def start_from(self, start: Tensor) -> None:
@@ -330,26 +327,11 @@ class Client:
 
     # --- results ---
 
-    def _sum_losses(self) -> None:
-        """Add up the losses of the steps since the last call, weighted by samples."""
-        row = self._row
-        if self._sizes == row.batch_sizes:  # the batches of the run's local work
-            total = row.sum_of_losses(row.sizes)
-        elif self._sizes:
-            total = row.sum_of_losses(to_device(torch.tensor(self._sizes, dtype=torch.float64), row.z.device))
-        else:
-            total = torch.zeros(1, dtype=torch.float64, device=row.z.device)
-        self._losses = total if self._losses is None else self._losses + total
-        self._num_samples += sum(self._sizes)
-        row.losses, self._sizes = [], []
-
     def _close(self, extra: Mapping[str, Tensor] | None) -> ClientResults:
         """Return the results of the model that was trained so far. Raises ValueError at perturbed weights."""
         if self._first is not None:
             raise ValueError("the loop ended at perturbed weights. Call update() or restore() after perturb()")
-        self._sum_losses()
-        assert self._losses is not None
-        return self._row.results(self._losses, self._num_samples, self.backward_passes, extra)
+        return self._row.results(self._num_samples, self.backward_passes, extra)
 
     def results(self, extra: Mapping[str, Tensor] | None) -> ClientResults:
         """Return the results of the client, with the tensors that the loop returned."""

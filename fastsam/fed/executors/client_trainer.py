@@ -7,10 +7,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from fastsam.fed.common.transfer import to_device
 from fastsam.fed.executors.base import ClientError
 from fastsam.fed.executors.extra_models import SecondModel, Teachers
 from fastsam.fed.executors.gradient_passes import Gradients, Objective, Passes
@@ -53,15 +51,13 @@ class ClientTrainer:
     """
 
     task: Task
-    losses: list[Tensor]
     snapshots: dict[int, Snapshot]
     batches: Iterator[tuple[Any, Any]]
 
-    def __init__(self, setup: Setup, random: PassRandomness | None = None, copies: bool = False) -> None:
-        self.setup, memory = setup, RowMemory(setup, 1)
+    def __init__(self, setup: Setup, random: PassRandomness | None = None, rows: LocalRows | None = None) -> None:
         # An optimizer of torch makes the updates if the kernels do not have its rule.
         kind = TorchRows if setup.rule is None else LocalRows
-        self.rows = kind(memory, slice(0, 1), copies)
+        self.setup, self.rows = setup, kind(RowMemory(setup, 1), slice(0, 1)) if rows is None else rows
         self.z = self.rows.z
         self.replica = Replica(setup.model, setup.layout, self.z[0])
         if isinstance(self.rows, TorchRows):
@@ -80,52 +76,69 @@ class ClientTrainer:
 
     def open(self, task: Task, start: Tensor, buffers: Sequence[Tensor]) -> None:
         """Begin a task from the weights `start` (`[row_size]`; its step may have its own) and the model's `buffers`."""
-        update = task.update
-        start_vector, buffers = None if update.start is None else task.vector("start"), task.buffers(buffers)
-        self.task = task
-        self.start, self.buffers = start if start_vector is None else start_vector, buffers
+        self.set_task(task, start, buffers)
+        for buffer, start_value in zip(self.replica.buffers, self.buffers, strict=True):
+            buffer.copy_(start_value)
+        self.rows.begin([task], self.start)
+        self.begin_steps()
+
+    def set_task(self, task: Task, start: Tensor, buffers: Sequence[Tensor]) -> None:
+        """Set the task, and compute its numbers on the host. See `open`."""
+        start_vector = None if task.update.start is None else task.vector("start")
+        self.task, self.start, self.buffers = (
+            task,
+            start if start_vector is None else start_vector,
+            task.buffers(buffers),
+        )
         self._global_weights = start
-        self.k, self.extra_backward_passes, self.losses, self.snapshots = 0, 0, [], {}
+        self.k, self.extra_backward_passes, self.snapshots = 0, 0, {}
         if task.setup.population.clients.is_batched:
             with self.client_errors:
                 task.open()
-        for buffer, start_value in zip(self.replica.buffers, buffers, strict=True):
-            buffer.copy_(start_value)
-        self.rows.begin([task], self.start)
-        self.random.begin(task.pass_seed(0))  # a model may draw in the passes of the first gradient too
+        self._measure(task)
+
+    def begin_steps(self) -> None:
+        """Compute what the first step needs, when weights, vectors and buffers are in place."""
+        task = self.task
+        self.random.begin(task)  # a model may draw in the passes of the first gradient too
         if self.rows.variant.has_first_gradient:
             self._first_gradient()
         if self.rows.variant.constant and (e := task.vector("direction_vector")) is not None:
             self.rows.start_shifted(e)
-        self._measure(self.task)
         self.batches = task.batches()
 
-    def next_step(self, x: Any, y: Any) -> None:
-        """Take the next local step on a batch."""
+    def next_step(self, x: Any, y: Any, size: int) -> Tensor:
+        """Take the next local step on a batch of `size` samples, and return the loss."""
         if self.rows.variant.has_schedule:
             self.set_schedule()
-        self.step(x, y)
+        loss = self.step(x, y)
+        self.add_loss(loss, size)
         self.k += 1
+        return loss
+
+    def add_loss(self, loss: Tensor, size: int) -> None:
+        """Add the loss of a batch of `size` samples to the client's sum, in float64 and in the order of the steps."""
+        self.rows.losses.add_(loss, alpha=size)
 
     def close(self) -> ClientResults:
         """Return the results of the client in new memory."""
-        backward_passes = self.k * self.task.update.backward_passes + self.extra_backward_passes
-        return self.results(self.sum_of_losses(self.sizes), self.num_samples, backward_passes)
+        return self.results(self.num_samples, self.backward_passes)
 
-    def sum_of_losses(self, sizes: Tensor) -> Tensor:
-        """Return the sum of the losses, each times its number of samples (float64), float64 `[1]`."""
-        return (torch.stack(self.losses) * sizes).sum(0, keepdim=True)
+    @property
+    def backward_passes(self) -> int:
+        """Number of backward passes of the client, without passes that a loop of the algorithm makes."""
+        return self.k * self.task.update.backward_passes + self.extra_backward_passes
 
     def results(
-        self, losses: Tensor, num_samples: int, backward_passes: int, extra: Mapping[str, Tensor] | None = None
+        self, num_samples: int, backward_passes: int, extra: Mapping[str, Tensor] | None = None
     ) -> ClientResults:
-        """Return the results of the client, with these sums and tensors of a loop."""
+        """Return the results of the client, with these counts and the tensors of a loop."""
         buffers = self.replica.buffers
         return ClientResults(
             client_ids=(self.task.client,),
             num_steps=(self.k,),
             backward_passes=(backward_passes,),
-            losses=losses,
+            losses=self.rows.losses.clone(),
             num_samples=(num_samples,),
             buffers=buffer_displacement(buffers, self.buffers)[None] if buffers else None,
             snapshots=(self.snapshots,),
@@ -148,7 +161,7 @@ class ClientTrainer:
                     f"got {v.dtype} {list(v.shape)} on {v.device}"
                 )
         self.task, self.start = replace(self.task, update=update, snapshots=frozenset()), start
-        self.k, self.losses = 0, []
+        self.k = 0
         for buffer, first in zip(self.replica.buffers, self.buffers, strict=True):
             buffer.copy_(first)
         self.rows.begin([self.task], start)
@@ -160,7 +173,6 @@ class ClientTrainer:
         if self._num_samples != task.samples:  # the other options are equal for all clients of a run
             self._num_samples, self.batch_sizes = task.samples, task.batch_sizes()
             self.last, self.num_samples = len(self.batch_sizes) - 1, sum(self.batch_sizes)
-            self.sizes = to_device(torch.tensor(self.batch_sizes, dtype=torch.float64), self.z.device)
 
     def _first_gradient(self) -> None:
         """Compute the gradient at the start, over all samples or a pilot's batches, and set a pilot's radius."""
@@ -179,12 +191,12 @@ class ClientTrainer:
         """Set the learning rate and the radius of the next step, for constants with a schedule."""
         self.rows.set_schedule([self.task.lr_and_radius(min(self.k, self.last), self.last + 1)])
 
-    def step(self, x: Any, y: Any) -> None:
-        """Take step `k` on a batch: copy the row if a stage reads it, and note the loss."""
+    def step(self, x: Any, y: Any) -> Tensor:
+        """Take step `k` on a batch, and return the loss. Copy the row if a stage reads it."""
         kept = [(0, self.snapshots, self.k)] if self.k in self.task.snapshots else ()
         # A captured step must do the same in every replay, and a loop may end after any step.
         writes_eps = self.k == self.last or self.rows.copies or self.task.loop is not None
-        self.losses.append(self.rows.step(self._pass, x, y, kept, writes_eps))
+        return self.rows.step(self._pass, x, y, kept, writes_eps)
 
     def _pass(self, x: Any, y: Any, is_second: bool) -> tuple[Tensor, Gradients]:
         """Run a pass of a step. BatchNorm statistics are updated only in the pass at the unperturbed weights."""
@@ -195,7 +207,7 @@ class ClientTrainer:
     def run_pass(self, x: Any, y: Any, objective: Objective | None = None) -> tuple[Tensor, Gradients]:
         """Run a forward and backward pass of step `k`: of the loss, or of `objective` if it is given."""
         if self.random.draws:
-            self.random.seed(self.task.pass_seed(self.k))
+            self.random.seed_pass(self.task, self.k)
         if self.penalty is None and objective is None:
             return self.passes.run(x, y)
         return self.passes.run_objective(x, y, self.penalty, objective)

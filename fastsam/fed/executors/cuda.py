@@ -3,11 +3,13 @@ replace them by a stand-in."""
 
 from __future__ import annotations
 
+import gc
 import logging
+import struct
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import fields
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -17,6 +19,10 @@ from fastsam.fed.executors.task import Task
 from fastsam.fed.update.local_update import VECTORS, ClientResults
 
 log = logging.getLogger("fastsam.fed")
+
+
+# Numbers of each thread of a kernel between two passes of a client, in the sequence of its seed. A pass draws fewer.
+PASS_OFFSET = 2**20
 
 
 class CaptureError(RuntimeError):
@@ -58,33 +64,117 @@ class Cuda:
         finally:
             torch.cuda.set_sync_debug_mode(old_value)
 
-    def capture(self, work: Callable[[], object], stream: torch.cuda.Stream) -> torch.cuda.CUDAGraph:
+    def generator(self) -> torch.Generator:
+        """Return the default generator of the device."""
+        torch.cuda.init()
+        return torch.cuda.default_generators[self.device.index or 0]
+
+    def host_generator(self) -> torch.Generator:
+        """Return the default generator of the host."""
+        return torch.default_generator
+
+    def is_capturing(self) -> bool:
+        """Return True in a capture."""
+        return torch.cuda.is_current_stream_capturing()
+
+    def pool(self) -> Any:
+        """Return a pool of memory for graphs that replay one after the other on one stream. Nothing that was allocated
+        in a capture may be kept, because the next graph of the pool uses its memory."""
+        return torch.cuda.graph_pool_handle()
+
+    def capture(
+        self,
+        work: Callable[[], object],
+        stream: torch.cuda.Stream,
+        pool: Any = None,
+        random_state: torch.Generator | None = None,
+    ) -> torch.cuda.CUDAGraph:
         """Return a graph of `work`, which begins and ends on `stream`. Nothing of it is executed now.
+
+        Args:
+            work: the work.
+            stream: where it is captured. Without other streams in `work` all replays run on one stream.
+            pool: memory of the graph. None: a separate pool.
+            random_state: state of a generator from which replays draw. Two replays at once need two states, because
+                a replay writes seed and offset to the state's memory on the device. None: `work` does not draw.
 
         Raises:
             CaptureError: with the message of `work` or CUDA. A ClientError of `work` is raised as it is. Ending the
                 capture then fails too, with a message that does not name the reason. torch's allocator and random
                 numbers may stay in the failed capture, so the run ends.
         """
-        graph, errors = torch.cuda.CUDAGraph(), list[Exception]()
-        old_value = self.current()
-        try:
-            with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+        graph, reason = torch.cuda.CUDAGraph(), cast(BaseException | None, None)
+        # `torch.cuda.graph` would wait for the device and empty its caches, for each of many captures.
+        with self.use(stream), _no_collection(), self._drawing_from(random_state):
+            try:
+                if random_state is not None:
+                    graph.register_generator_state(random_state)
+                graph.capture_begin(pool=pool, capture_error_mode="thread_local")
                 try:
                     work()
-                except Exception as error:
-                    errors.append(error)
-                    raise
-        except Exception as error:
-            torch.cuda.set_stream(old_value)  # a capture that cannot be ended leaves its stream set
-            reason = errors[0] if errors else error
-            if isinstance(reason, ClientError):
-                raise reason from reason.__cause__
-            raise CaptureError(
-                f"the step cannot be captured as a CUDA graph: {type(reason).__name__}: {reason}. Use "
-                "executor='streams', in a new process: torch does not end a capture that failed"
-            ) from reason
-        return graph
+                except BaseException as error:  # after an interrupt too the stream must not stay in a capture
+                    reason = error
+                graph.capture_end()
+            except Exception as error:
+                reason = reason or error
+        if reason is None:
+            return graph
+        if isinstance(reason, ClientError) or not isinstance(reason, Exception):
+            raise reason from reason.__cause__
+        raise CaptureError(
+            f"the step cannot be captured as a CUDA graph: {type(reason).__name__}: {reason}. Use "
+            "executor='streams', in a new process: torch does not end a capture that failed"
+        ) from reason
+
+    @contextmanager
+    def _drawing_from(self, random_state: torch.Generator | None) -> Iterator[None]:
+        """Let operations inside draw from a state of the default generator."""
+        if random_state is None:
+            yield
+            return
+        generator = self.generator()
+        old_state = generator.graphsafe_get_state()
+        generator.graphsafe_set_state(random_state)
+        try:
+            yield
+        finally:
+            generator.graphsafe_set_state(old_state)
+
+    def set_captured_offset(self, seed: int, offset: int) -> None:
+        """Set the offset of the next draws in a capture, from the offset at the replay.
+
+        Args:
+            seed: seed of the state at the capture.
+            offset: a multiple of 4.
+        """
+        self.generator().set_state(torch.frombuffer(bytearray(struct.pack("<QQ", seed, offset)), dtype=torch.uint8))
+
+    def repeats_draws(self) -> bool:
+        """Return True if replays draw what eager kernels draw at the seed and the offset of a state, and a capture can
+        set an offset in addition. Some versions of torch refuse it, or count otherwise."""
+        generator, stream, state = self.generator(), self.stream(), self.generator().clone_state()
+        numbers, seed = torch.empty(16, device=self.device), 7
+        stream.wait_stream(self.current())
+        old_state = generator.get_state()
+
+        def work() -> None:
+            self.set_captured_offset(seed, PASS_OFFSET)
+            numbers.uniform_()
+
+        try:
+            state.manual_seed(seed)
+            graph = self.capture(work, stream, None, state)
+            state.manual_seed(seed + 1).set_offset(2 * PASS_OFFSET)
+            with self.use(stream):
+                graph.replay()
+            self.current().wait_stream(stream)
+            generator.manual_seed(seed + 1).set_offset(3 * PASS_OFFSET)
+            return torch.equal(numbers, torch.empty_like(numbers).uniform_())
+        except (CaptureError, RuntimeError) as error:
+            log.info("captured steps cannot draw random numbers here: %s", error)
+            return False
+        finally:
+            generator.set_state(old_state)
 
     def synchronize(self) -> None:
         """Wait for the device at the end of a run, before the run's graphs are released.
@@ -96,6 +186,18 @@ class Cuda:
             torch.cuda.synchronize(self.device)
         except RuntimeError as error:  # after a failed capture; the reason of the failure is raised elsewhere
             log.info("the device could not be waited for at the end of a run: %s", error)
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """Keep Python's collector from freeing things of the device in a capture."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def vectors(task: Task) -> tuple[Tensor | None, ...]:

@@ -152,6 +152,7 @@ class LocalRows:
         self.set_variant(update.constants.variant)
         self._tasks = tasks if self.variant.has_optimizer_state else ()
         self.restart(start)
+        self.losses.zero_()
         if self.copies and self.variant.has_start:
             self.field("begin").copy_(start)
         if update.constants.vectors:

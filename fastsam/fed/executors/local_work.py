@@ -32,7 +32,7 @@ def train(
         for batch in row.batches:
             if stop_requested is not None and stop_requested():
                 raise StopClient
-            row.next_step(*batch)
+            row.next_step(*batch, row.batch_sizes[row.k])
     return row.close()
 
 
@@ -42,6 +42,6 @@ def run_loop(row: ClientTrainer, loop: ClientLoop, stop_requested: Callable[[], 
     Raises: as `train`.
     """
     if row.random.draws:
-        row.random.seed(row.task.pass_seed(0))  # for passes that the loop makes by itself
+        row.random.seed_pass(row.task, 0)  # for passes that the loop makes by itself
     client = Client(row, stop_requested)
     return client.results(loop.run(client))

@@ -1,6 +1,9 @@
 """A model's random numbers in training (dropout) as a function of (seed, round, client, step), equal in both passes of
 a step.
 
+On the CPU a pass draws from a generator with the seed of client and step. On a CUDA device it draws from the sequence
+of the client's seed, step k at the offset `k * PASS_OFFSET`: a captured step can count offsets, but has one seed.
+
 torch has one default generator for all threads, and functions that draw from it (dropout) seldom take another one.
 Therefore the trial step records which functions of torch draw. In a thread, each of them gets the thread's numbers in
 the default generator while it runs.
@@ -18,6 +21,8 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from fastsam.fed.executors.base import ClientError
+from fastsam.fed.executors.cuda import PASS_OFFSET, Cuda
+from fastsam.fed.executors.task import Task
 
 RandomOps = frozenset[Callable[..., Any]]
 
@@ -83,6 +88,11 @@ class GeneratorOverride(TorchFunctionMode):
                 torch.set_rng_state(state)
 
 
+def device_generator(device: torch.device) -> torch.Generator | None:
+    """Return the default generator of a CUDA device, or None on the CPU."""
+    return Cuda(device).generator() if device.type == "cuda" else None
+
+
 class PassRandomness:
     """torch's default generators, seeded before every pass of a model that draws from them.
 
@@ -96,10 +106,8 @@ class PassRandomness:
     """
 
     def __init__(self, device: torch.device, draws: bool = False) -> None:
-        self.generators = [torch.default_generator]
-        if device.type == "cuda":
-            torch.cuda.init()
-            self.generators.append(torch.cuda.default_generators[device.index or 0])
+        self.of_device = device_generator(device)
+        self.generators = [torch.default_generator, *[g for g in [self.of_device] if g is not None]]
         self.draws = draws
         self._begin: list[torch.Tensor] = []
 
@@ -123,15 +131,17 @@ class PassRandomness:
     def check(self, client: int) -> None:
         """Raise ClientError for random numbers that a model must not draw, when `client` is done."""
 
-    def begin(self, seed: int) -> None:
-        """Begin a client. `seed` seeds its first pass."""
-        self.seed(seed)
+    def begin(self, task: Task) -> None:
+        """Begin a client, whose passes before the first step draw what follows the seed of the first step."""
+        self.seed_pass(task, 0)
         if not self.draws:
             self._begin = self._states()
 
-    def seed(self, seed: int) -> None:
-        for generator in self.generators:
-            generator.manual_seed(seed)
+    def seed_pass(self, task: Task, k: int) -> None:
+        """Set the numbers that a pass of step k draws."""
+        self.generators[0].manual_seed(task.pass_seed(k))
+        if self.of_device is not None:
+            self.of_device.manual_seed(task.seed).set_offset(k * PASS_OFFSET)
 
     def has_drawn(self) -> bool:
         """Return True once, at the end of the first client that drew."""
@@ -156,7 +166,7 @@ class NoRandomness(PassRandomness):
         """See `PassRandomness.start_round`. In the round no model may draw."""
         self._begin = self._states()
 
-    def begin(self, seed: int) -> None:
+    def begin(self, task: Task) -> None:
         """Begin a client without a seed."""
 
     def check(self, client: int) -> None:
@@ -172,8 +182,35 @@ class OwnRandomness(PassRandomness):
     the default one."""
 
     def __init__(self, calls: RandomOps) -> None:
-        self.generators, self.draws = [torch.Generator()], True
+        self.generators, self.of_device, self.draws = [torch.Generator()], None, True
         self._override = GeneratorOverride(calls, self.generators[0])
 
     def generator_context(self) -> AbstractContextManager[object]:
         return self._override
+
+
+class LaneRandomness(PassRandomness):
+    """A lane whose steps are captured, for a model that is known to draw: the numbers of `PassRandomness`.
+
+    The lane has a state of the device's generator, from which its replays draw.
+
+    Args:
+        device: device of training.
+        cuda: its streams and generators.
+    """
+
+    def __init__(self, device: torch.device, cuda: Cuda) -> None:
+        super().__init__(device, draws=True)
+        self.cuda, self.state, self._first = cuda, cuda.generator().clone_state(), 0
+
+    def begin_replay(self, task: Task, k: int) -> None:
+        """Set the numbers of a replay, or of a capture, whose first step is k."""
+        self._first = k
+        self.state.manual_seed(task.seed).set_offset(k * PASS_OFFSET)
+
+    def seed_pass(self, task: Task, k: int) -> None:
+        """See `PassRandomness.seed_pass`. A captured pass counts from the first step of the replay."""
+        if self.cuda.is_capturing():
+            self.cuda.set_captured_offset(task.seed, (k - self._first) * PASS_OFFSET)
+        else:
+            super().seed_pass(task, k)

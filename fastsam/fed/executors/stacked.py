@@ -25,6 +25,7 @@ from fastsam.fed.executors.replay import Replays, agree
 from fastsam.fed.executors.row_memory import RowMemory
 from fastsam.fed.executors.stacked_lookups import StackedLookups
 from fastsam.fed.executors.task import Setup
+from fastsam.fed.sums.ranks import ranks_per_device
 from fastsam.fed.update.model_copy import Replica
 
 _CACHE = 4 * 2**20  # bytes of weights
@@ -166,13 +167,14 @@ def _dense(g: Tensor, segment: Segment) -> Tensor:
 def slots_of(setup: Setup) -> int:
     """Return the best number of rows, at most the number of clients.
 
-    On a GPU a call costs the same for any number of rows, so it is the number that a fourth of its memory can hold. On
+    On a GPU a call costs the same for any number of rows, so it is the number that a fourth of its memory can hold, or
+    a smaller share if other ranks use the same GPU. On
     a CPU there are enough rows to share the cost of a call, and few enough for their weights to stay in the cache.
     """
     row = setup.layout.row_size * setup.dtype.itemsize
     cohort = setup.cohort
     if setup.device.type == "cuda":
-        fit = _memory(setup.device) // (_SHARE * _FIELDS * row)
+        fit = _memory(setup.device) // (_SHARE * _FIELDS * row * ranks_per_device())
         return max(1, min(fit, _UNKNOWN if cohort is None else cohort))
     fit = max(4, min(64, _CACHE // row))
     return fit if cohort is None else max(1, min(fit, cohort))

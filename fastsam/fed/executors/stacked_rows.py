@@ -51,7 +51,6 @@ class StackedRows:
         rows, tasks = self.neighbours(blocks), tasks_of(blocks)
         own_starts = vectors_of(tasks, "start")
         rows.begin(tasks, start if own_starts is None else own_starts)
-        rows.losses.zero_()
         return rows
 
     def gather(self, blocks: Sequence[ClientBlock]) -> LocalRows:

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from abc import abstractmethod
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, TypeVar
 
+import torch
 from torch import Tensor
 
 from fastsam.fed.executors.base import ClientError, ClientOutcome, Executor, excludes
@@ -19,6 +23,7 @@ log = logging.getLogger("fastsam.fed")
 # Default: small clients overlap on up to about this number of streams. torch has 32 streams and then repeats the
 # first.
 SLOTS = 8
+T = TypeVar("T")
 
 
 class Lane:
@@ -32,6 +37,23 @@ class Lane:
     def __init__(self, row: ClientTrainer, cuda: Cuda) -> None:
         self.row, self.cuda, self.stream, self.busy = row, cuda, cuda.stream(), False
         self.error: ClientError | None = None
+
+    def call(self, work: Callable[..., T], *operands: Any) -> T | None:
+        """Return `work` of the operands, or None if it raised the error of a client that is excluded."""
+        try:
+            return work(*operands)
+        except ClientError as error:
+            if not excludes(self.row.setup, error):
+                raise
+            self.error = error
+            return None
+
+
+class StreamLane(Lane):
+    """A lane whose client trains step by step."""
+
+    def __init__(self, row: ClientTrainer, cuda: Cuda) -> None:
+        super().__init__(row, cuda)
         self.results: ClientResults | None = None  # results of a loop of the algorithm
 
     def open(self, task: Task, start: Tensor, buffers: Sequence[Tensor]) -> None:
@@ -40,33 +62,24 @@ class Lane:
         self.cuda.record_stream(vectors(task), self.stream)
         self.busy, self.error, self.results = True, None, None
         with self.cuda.use(self.stream):
-            try:
-                self.row.open(task, start, buffers)
-            except ClientError as error:
-                self._leave_out(error)
+            self.call(self.row.open, task, start, buffers)
 
     def step(self) -> bool:
         """Queue one local step, or a whole loop of the algorithm. Return False if there was none left."""
         if self.error is not None:
             return False
         with self.cuda.use(self.stream):
-            try:
-                if self.row.task.loop is not None:
-                    self.results = run_loop(self.row, self.row.task.loop)
-                    return False
-                with self.row.client_errors:
-                    batch = next(self.row.batches, None)
-                    if batch is not None:
-                        self.row.next_step(*batch)
-                return batch is not None
-            except ClientError as error:
-                self._leave_out(error)
+            if self.row.task.loop is not None:
+                self.results = self.call(run_loop, self.row, self.row.task.loop)
                 return False
+            return bool(self.call(self._next_step))
 
-    def _leave_out(self, error: ClientError) -> None:
-        if not excludes(self.row.setup, error):
-            raise error
-        self.error = error
+    def _next_step(self) -> bool:
+        with self.row.client_errors:
+            batch = next(self.row.batches, None)
+            if batch is not None:
+                self.row.next_step(*batch, self.row.batch_sizes[self.row.k])
+        return batch is not None
 
     def close(self) -> ClientResults:
         """Return the results of the client, ready on the caller's stream."""
@@ -86,9 +99,20 @@ def why_not(setup: Setup) -> str | None:
     return None
 
 
-class Streams(Executor):
-    """One `ClientTrainer` and one stream per slot. The host queues a step of every client in turn and waits for none
-    of them inside an epoch.
+@contextmanager
+def name_slots(slots: int) -> Iterator[None]:
+    """Add the number of slots to the message if the device has no memory for its clients."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise torch.OutOfMemoryError(
+            f"the device has no memory for {slots} clients at once ({str(error).splitlines()[0]}). Take fewer slots, "
+            f"for example slots={max(1, slots // 2)}"
+        ) from error
+
+
+class LaneExecutor(Executor):
+    """The base class of executors that train clients in lanes, one for each slot.
 
     Joins are events. A row computes what the plain executor computes, in the same order: the bits are the same. A model
     that draws random numbers (dropout) has the numbers of the plain executor. The host queues one pass after the other,
@@ -98,7 +122,6 @@ class Streams(Executor):
         ValueError: the device is not a CUDA device.
     """
 
-    name = "streams"
     longest_first = True
 
     def __init__(self, setup: Setup) -> None:
@@ -108,12 +131,16 @@ class Streams(Executor):
         self.setup, self.slots = setup, setup.options.slots or SLOTS
         self.cuda = Cuda(setup.device)
         self.random = NoRandomness(setup.device) if setup.draws is None else PassRandomness(setup.device, draws=True)
-        self.lanes: list[Lane] = []
 
     @staticmethod
     def why_not(setup: Setup) -> str | None:
         """Return the reason why it cannot serve a run, or None."""
         return why_not(setup)
+
+    @property
+    @abstractmethod
+    def lanes(self) -> Sequence[Lane]:
+        """The lanes that were needed so far, in the order of the slots."""
 
     def train(self, start: Tensor, buffers: Sequence[Tensor], tasks: Iterable[Task]) -> Generator[ClientOutcome]:
         """See `Executor.train`."""
@@ -123,56 +150,74 @@ class Streams(Executor):
                 yield from self._outcomes(start, buffers, iter(tasks))
             except Exception:
                 try:
-                    self.end_round()
+                    self._end_round()
                 # after a failed capture some streams cannot be waited for; the reason of the failure is raised
                 except RuntimeError as problem:
                     log.info("the lanes of a round that failed could not be waited for: %s", problem)
                 raise
             except BaseException:
-                self.end_round()
+                self._end_round()
                 raise
-            self.end_round()
+            self._end_round()
 
-    def end_round(self) -> None:
+    def _end_round(self) -> None:
         """End a round, also in the middle: queued work ends before its memory is used again."""
         for lane in self.lanes:
             lane.busy = False
             self.cuda.current().wait_stream(lane.stream)
 
-    def _outcomes(self, start: Tensor, buffers: Sequence[Tensor], tasks: Iterator[Task]) -> Generator[ClientOutcome]:
+    @abstractmethod
+    def _outcomes(self, start: Tensor, buffers: Sequence[Tensor], tasks: Iterator[Task]) -> Iterator[ClientOutcome]:
+        """Yield the outcomes of a round. See `Executor.train`."""
+
+    def _join(self, parts: Iterable[ClientResults]) -> Iterator[ClientResults]:
+        """Yield results that have the same fields together: their numbers are read once."""
+        for group in group_by_fields(parts):
+            results = join_results(group)
+            self.random.check(results.client_ids[0])
+            yield results
+
+
+class Streams(LaneExecutor):
+    """One `ClientTrainer` and one stream per slot. The host queues a step of every client in turn and waits for none
+    of them inside an epoch."""
+
+    name = "streams"
+
+    def __init__(self, setup: Setup) -> None:
+        super().__init__(setup)
+        self._lanes: list[StreamLane] = []
+
+    @property
+    def lanes(self) -> Sequence[StreamLane]:
+        """See `LaneExecutor.lanes`."""
+        return self._lanes
+
+    def _outcomes(self, start: Tensor, buffers: Sequence[Tensor], tasks: Iterator[Task]) -> Iterator[ClientOutcome]:
         has_tasks = True
         while True:
             for slot in range(self.slots):
-                if has_tasks and not (slot < len(self.lanes) and self.lanes[slot].busy):
+                if has_tasks and not (slot < len(self._lanes) and self._lanes[slot].busy):
                     task = next(tasks, None)
                     if task is None:
                         has_tasks = False
                     else:
-                        self._lane(slot).open(task, start, buffers)
-            busy = [lane for lane in self.lanes if lane.busy]
+                        with name_slots(self.slots):
+                            self._lane(slot).open(task, start, buffers)
+            busy = [lane for lane in self._lanes if lane.busy]
             if not busy:
                 return
             # Lanes that end together are one group: its numbers are read once, and all of them are free for the next
             # clients at once.
-            finished_lanes = self.step(busy)
+            finished_lanes = [lane for lane in busy if not lane.step()]
             for lane in finished_lanes:
                 if lane.error is not None:
                     lane.busy = False
                     yield lane.error
-            for group in group_by_fields([lane.close() for lane in finished_lanes if lane.error is None]):
-                results = join_results(group)
-                self.random.check(results.client_ids[0])
-                yield results
+            yield from self._join([lane.close() for lane in finished_lanes if lane.error is None])
 
-    def step(self, busy: Sequence[Lane]) -> list[Lane]:
-        """Queue a step of each lane, and return the lanes whose clients have no step left."""
-        return [lane for lane in busy if not lane.step()]
-
-    def _lane(self, slot: int) -> Lane:
+    def _lane(self, slot: int) -> StreamLane:
         """Return a lane, which is made when it is first needed."""
-        if slot == len(self.lanes):
-            self.lanes.append(Lane(self.make_row(), self.cuda))
-        return self.lanes[slot]
-
-    def make_row(self) -> ClientTrainer:
-        return ClientTrainer(self.setup, self.random)
+        if slot == len(self._lanes):
+            self._lanes.append(StreamLane(ClientTrainer(self.setup, self.random), self.cuda))
+        return self._lanes[slot]

@@ -74,7 +74,7 @@ class Setup:
         draws: functions of torch that draw random numbers in a training pass (dropout), empty if something else draws
             them, None if the model draws nothing.
         changes_buffers: a pass changes the model's buffers (BatchNorm).
-        example: a batch, to try the model with.
+        example: a batch, to try the model with: inputs and labels, or a tree of tensors and None.
         cohort: largest likely number of clients of a round, None for unknown.
         loop: name of the algorithm if it has its own training loop (`Algorithm.train_client`), or "".
     """
@@ -87,7 +87,7 @@ class Setup:
     backend: str = "auto"
     draws: frozenset[Callable[..., Any]] | None = None
     changes_buffers: bool = False
-    example: tuple[Tensor, Tensor] | None = None
+    example: tuple[Any, Any] | None = None
     cohort: int | None = None
     loop: str = ""
 
@@ -280,7 +280,7 @@ class Task:
         """Yield functions that read the batches, one after the other."""
         sizes = self.epoch_sizes()
         for epoch in range(self.epochs_done, self.epochs_done + self.epochs):
-            order = self._order(epoch) if self.setup.options.shuffle else torch.arange(sum(sizes))
+            order = self.order(epoch) if self.setup.options.shuffle else torch.arange(sum(sizes))
             for number, places in enumerate(order.split_with_sizes(sizes)):
                 yield partial(samples.take, places, seeds.derive(self.seed, "reading", epoch, number))
 
@@ -292,11 +292,11 @@ class Task:
             num_samples = sum(self.epoch_sizes())
             yield from zip(self.x[:num_samples].split(size), self.y[:num_samples].split(size), strict=True)
             return
-        order = to_device(self._order(epoch), self.y.device)
+        order = to_device(self.order(epoch), self.y.device)
         for block in order.split(size) if len(order) > size else (order,):
             yield self.x.index_select(0, block), self.y.index_select(0, block)
 
-    def _order(self, epoch: int) -> Tensor:
+    def order(self, epoch: int) -> Tensor:
         """Return the order of the samples of an epoch."""
         order = self.orders[epoch] if self.orders else self.setup.orders(self.round, [self.client], epoch)[0]
         return order[: sum(self.epoch_sizes())] if self.setup.options.drop_last else order

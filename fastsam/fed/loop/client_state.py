@@ -239,7 +239,8 @@ def make(location: str, device: torch.device, nbytes: float, num_prefetched: int
 
 
 def _place(device: torch.device, nbytes: float) -> tuple[str, str]:
-    """Return the place of `nbytes` bytes of states by the rule, and the reason."""
+    """Return the place of `nbytes` bytes of states by the rule, and the reason. The states of all ranks count, so that
+    ranks may share a device."""
     if has_separate_memory(device):
         share = nbytes / total_memory(device)
         reason = f"the states of all clients take {share:.3g} of the device's memory, {SHARE:g} is the limit"

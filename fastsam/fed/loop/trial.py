@@ -31,14 +31,14 @@ class Trial:
         classifies: outputs are one per class, and labels are class numbers.
         changed_buffers: names of the buffers that training changes.
         draws: functions that draw random numbers in a training pass (`Setup.draws`).
-        example: the batch of the trial, or None if samples come in batches.
+        example: the batch of the trial: inputs and labels, or a tree of tensors and None.
         loss_kind: the kind of the loss.
     """
 
     classifies: bool
     changed_buffers: tuple[str, ...]
     draws: RandomOps | None
-    example: tuple[Tensor, Tensor] | None
+    example: tuple[Any, Any]
     loss_kind: LossKind
 
 
@@ -67,7 +67,8 @@ def try_model(model: nn.Module, population: Population, loss: Loss | BatchLoss, 
             model, train_copy.train(), loss, tensors, lambda: of_batch(train_copy, batch), failure
         )
         _try_others(eval_copy, population, client, of_batch, batch_size)
-    return Trial(classifies, changed_buffers, draws, None if population.clients.is_batched else tuple(batch), kind)
+    example = (batch, None) if population.clients.is_batched else (batch[0], batch[1])
+    return Trial(classifies, changed_buffers, draws, example, kind)
 
 
 @torch.no_grad()

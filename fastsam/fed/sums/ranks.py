@@ -3,7 +3,8 @@
     torchrun --nproc-per-node 2 -m fastsam run experiment.toml
 
 Sums are integers (`aggregate`), so the bits do not depend on the number of ranks. All ranks sample the same cohort,
-divide it by the same rule, and take the same server step. Rank 0 evaluates, writes and logs. A client's state is kept
+divide it by the same rule, and take the same server step. Several ranks may share a GPU. Their sums go over the CPU,
+because NCCL refuses two ranks on one GPU. Rank 0 evaluates, writes and logs. A client's state is kept
 by the rank that trained it last, its owner. The state moves when another rank trains the client.
 """
 
@@ -13,6 +14,7 @@ import atexit
 import ctypes
 import os
 import signal
+import socket
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -112,6 +114,7 @@ class Ranks:
         if self.size == 1 or not tensors:
             return
         buffer = torch.cat([t.flatten() for t in tensors])
+        buffer = buffer.to(sum_device(buffer.device))
         with _rank_errors():
             dist.all_reduce(buffer)
         for t, part in zip(tensors, buffer.split([t.numel() for t in tensors]), strict=True):
@@ -156,8 +159,20 @@ def launched_processes() -> int:
 
 
 def local_device() -> torch.device:
-    """Return the GPU of this process on its machine, by the launcher's LOCAL_RANK."""
-    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+    """Return the GPU of this process on its machine, by the launcher's LOCAL_RANK. More ranks than GPUs share them in
+    turn."""
+    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % max(1, torch.cuda.device_count()))
+
+
+def ranks_per_device() -> int:
+    """Return the largest number of ranks of this machine that share a GPU, by the launcher's LOCAL_WORLD_SIZE."""
+    return -(-int(os.environ.get("LOCAL_WORLD_SIZE", "1")) // max(1, torch.cuda.device_count()))
+
+
+def sum_device(device: torch.device) -> torch.device:
+    """Return the device on which the process group adds tensors of `device`: the CPU if the group has no backend for
+    them."""
+    return device if device.type in dist.get_backend_config() else torch.device("cpu")
 
 
 def in_group() -> bool:
@@ -166,30 +181,40 @@ def in_group() -> bool:
 
 
 def _start() -> None:
-    """Join the process group of a launcher. CPU tensors (and Python objects) go over gloo, CUDA tensors over NCCL."""
+    """Join the process group of a launcher."""
     absent = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
     if absent:
         raise RankError(
             f"WORLD_SIZE is {os.environ['WORLD_SIZE']}, but {', '.join(absent)} is not set; start the processes with "
             "torchrun, or unset WORLD_SIZE for a single process"
         )
-    backend = "cpu:gloo"
-    if local_device().index < torch.cuda.device_count():  # with fewer GPUs than ranks the run can be one on the CPU
+    if torch.cuda.device_count():
         torch.cuda.set_device(local_device())
-        backend = "cpu:gloo,cuda:nccl"
     torchrun = dist.is_torchelastic_launched()
     if torchrun:
         _end_with_launcher()
     store, rank, size = next(dist.rendezvous("env://", timeout=_MEETING if torchrun else _TIMEOUT))
     store.set_timeout(_TIMEOUT)
     try:
-        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=_TIMEOUT)
+        dist.init_process_group(backends(store, rank, size), store=store, rank=rank, world_size=size, timeout=_TIMEOUT)
     except RuntimeError as error:
         raise RankError(
             f"the ranks have met, but cannot connect to each other ({error}). If a machine's name stands for "
             "127.0.0.1, name its network: GLOO_SOCKET_IFNAME=eth0 (and NCCL_SOCKET_IFNAME), as `ip addr` shows it"
         ) from error
     atexit.register(_leave_group)
+
+
+def backends(store: dist.Store, rank: int, size: int) -> str:
+    """Return the backends of the process group, the same on all ranks; collective.
+
+    CPU tensors (and Python objects) go over gloo, CUDA tensors over NCCL. If two ranks share a GPU, or a rank has none,
+    there is only gloo.
+    """
+    device = f"{socket.gethostname()} {local_device().index}" if torch.cuda.device_count() else ""
+    store.set(f"device of rank {rank}", device)
+    devices = [store.get(f"device of rank {other_rank}").decode() for other_rank in range(size)]
+    return "cpu:gloo,cuda:nccl" if all(devices) and len(set(devices)) == size else "cpu:gloo"
 
 
 def _end_with_launcher() -> None:

@@ -1,5 +1,9 @@
-"""A capture that fails: the caller's stream is back, and the error says why. A stand-in replaces torch's graphs."""
+"""A capture that fails: the caller's stream is back, and the error says why. A stand-in replaces torch's graphs.
+Nothing is freed in a capture by Python's collector."""
 
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -11,32 +15,33 @@ from fastsam.fed.executors.cuda import CaptureError, Cuda
 
 
 class Torch:
-    """torch's captures: a capture with an error cannot be ended, which hides the error and keeps its stream."""
+    """torch's captures: a capture with an error cannot be ended, which hides the error."""
 
     def __init__(self, monkeypatch: MonkeyPatch) -> None:
-        self.stream = "before"
-        places = {
-            "torch.cuda.CUDAGraph": object, "torch.cuda.graph": lambda *a, **k: Context(self, **k),
-            "torch.cuda.current_stream": lambda device: self.stream, "torch.cuda.set_stream": self._set,
-        }  # fmt: skip
-        for name, value in places.items():
-            monkeypatch.setattr(name, value, raising=False)
+        self.stream, self.graphs = "before", list[Graph]()
+        monkeypatch.setattr("torch.cuda.CUDAGraph", lambda: Graph(self), raising=False)
+        monkeypatch.setattr("torch.cuda.stream", self.use)
 
-    def _set(self, stream: str) -> None:
-        self.stream = stream
+    @contextmanager
+    def use(self, stream: str) -> Iterator[None]:
+        old_stream, self.stream = self.stream, stream
+        yield
+        self.stream = old_stream
 
 
-class Context:
-    def __init__(self, world: Torch, stream: str, capture_error_mode: str) -> None:
-        self.world, self.stream = world, stream
+class Graph:
+    def __init__(self, world: Torch) -> None:
+        self.world, self.events = world, list[Any]()
+        world.graphs.append(self)
 
-    def __enter__(self) -> None:
-        self.old_stream, self.world.stream = self.world.stream, self.stream
+    def capture_begin(self, pool: Any, capture_error_mode: str) -> None:
+        assert self.world.stream == "a stream" and not gc.isenabled()
+        self.events += [pool, capture_error_mode]
 
-    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
-        if error is not None:
+    def capture_end(self) -> None:
+        self.events.append("end")
+        if "error" in self.events:
             raise RuntimeError("operation failed due to a previous error during capture")
-        self.world.stream = self.old_stream
 
 
 @pytest.mark.parametrize(
@@ -51,10 +56,14 @@ def test_a_capture_that_fails_says_why(error: Exception, records: type, words: s
     world, cuda, stream = Torch(monkeypatch), Cuda(torch.device("cuda", 0)), "a stream"
 
     def work() -> None:
+        world.graphs[-1].events.append("error")
         raise error
 
     with pytest.raises(records, match=words):
         cuda.capture(work, stream)  # type: ignore[arg-type]
-    assert world.stream == "before"
-    cuda.capture(lambda: None, stream)  # type: ignore[arg-type]
-    assert world.stream == "before"
+    assert world.stream == "before" and gc.isenabled()
+    assert cuda.capture(lambda: None, stream, "a pool") is world.graphs[1]  # type: ignore[arg-type]
+    assert world.stream == "before" and gc.isenabled()
+    assert [graph.events for graph in world.graphs] == [
+        [None, "thread_local", "error", "end"], ["a pool", "thread_local", "end"],
+    ]  # fmt: skip

@@ -248,9 +248,3 @@ def test_streams_go_on_with_the_other_clients(name: str) -> None:
     """In a step, and before the first one (MimeLite's full gradient)."""
     result = train("streams", 2, CASES[name][0])
     assert excluded_clients(result) == [[1]] * 3 and digest(result) == digest(sequential(name))
-
-
-@pytest.mark.usefixtures("no_cuda")
-def test_the_graph_executor_refuses() -> None:
-    with pytest.raises(ValueError, match="'graph' cannot serve here: on_client_error='exclude' .*'streams' can"):
-        train("graph", 2)

@@ -2,7 +2,7 @@
 CUDA."""
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -12,18 +12,15 @@ from pytest import MonkeyPatch
 
 from fastsam import fed
 from fastsam.arena import Arena, Layout
-from fastsam.fed import executors
 from fastsam.fed.data import FederatedData
-from fastsam.fed.executors import LocalOptions, Setup, Task, auto
-from fastsam.fed.executors.cuda import CaptureError
+from fastsam.fed.executors import auto
 from fastsam.fed.update import model_copy
-from fastsam.fed.update.local_update import ClientResults, Direction, LocalUpdate
 from tests.helpers import oracle
 from tests.helpers.crosses import one_in
 from tests.helpers.fake_cuda import FakeCuda, Watch
 from tests.helpers.fed_ranks import ALGORITHMS, SIZES
 from tests.helpers.fed_runs import digest, norm_model
-from tests.helpers.setups import setup_of
+from tests.helpers.setups import oracle_tasks
 
 EXECUTORS = ("streams", "graph")
 CASES = {
@@ -55,13 +52,6 @@ def test_the_order_of_work_gives_the_bits_of_the_plain_executor(options: dict, s
     plain = train(ALGORITHMS[name], executor="sequential", **options)
     for executor in EXECUTORS:
         assert train(ALGORITHMS[name], executor=executor, slots=slots, **options) == plain, executor
-
-
-@pytest.mark.usefixtures("no_cuda")
-def test_a_step_is_captured_once_per_shape_and_not_per_round() -> None:
-    for rounds in (2, 4):
-        train(fed.FedSAM(), sizes=(64,) * 6, rounds=rounds, executor="graph", slots=3, batch_size=32, participation=1.0)
-        assert len(FakeCuda.graphs) == 1
 
 
 @pytest.mark.usefixtures("no_cuda")
@@ -117,30 +107,6 @@ def test_streams_are_ordered_and_replays_repeat_what_was_captured(name: str, exe
         assert train(algorithm, executor=executor, slots=slots, **options) == plain
     if executor == "graph" and name != "fedbn":
         assert sum(graph.replays for graph in FakeCuda.graphs) > 5
-
-
-def test_the_stand_in_notices_what_it_is_for() -> None:
-    cuda, x = FakeCuda(torch.device("cpu")), torch.ones(100)
-    stream, number = cuda.stream(), [1.0]
-    with Watch():
-        y = x + 1
-        with cuda.use(stream), pytest.raises(AssertionError, match="reads .* before it is sure to be written"):
-            y + 1
-        stream.wait_stream(cuda.current())
-        with cuda.use(stream):
-            z = y + 1
-        with pytest.raises(AssertionError, match="writes .* while it may still be read"):
-            y.zero_()
-        cuda.current().wait_stream(stream)
-        y.zero_()
-        graph = cuda.capture(lambda: z.add_(y, alpha=number[0]), stream)
-        graph.replay()
-        graph.replay()
-        number[0] = 2.0
-        with pytest.raises(AssertionError):
-            graph.replay()
-        with pytest.raises(AssertionError, match="captured step: the host would wait"):
-            cuda.capture(lambda: float(y.sum()), stream).replay()
 
 
 def jitter(x: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
@@ -214,47 +180,6 @@ def test_an_error_names_the_client_and_its_step(executor: str) -> None:
         train(fed.FedSAM(), executor=executor, **options)
 
 
-@pytest.mark.usefixtures("no_cuda")
-@pytest.mark.parametrize("executor", EXECUTORS)
-def test_a_round_that_is_left_in_the_middle_leaves_the_executor_usable(executor: str) -> None:
-    tasks, start, setup = oracle_tasks()
-    cls = executors.registry[executor](setup)
-    results = cls.train(start, [], iter(tasks))
-    next(results)
-    results.close()
-    repeat = sorted(ends_of(cls.train(start, [], iter(tasks))), key=lambda results: results.client_ids)
-    plain = ends_of(executors.registry["sequential"](setup).train(start, [], iter(tasks)))
-    for a, b in zip(repeat, plain, strict=True):
-        assert torch.equal(a.delta, b.delta) and torch.equal(a.losses, b.losses) and a.num_steps == b.num_steps
-
-
-def ends_of(groups: Iterable[ClientResults]) -> list[ClientResults]:
-    return [group.take([i]) for group in groups for i in range(len(group.client_ids))]
-
-
-def oracle_tasks(
-    sizes: tuple[int, ...] = (12, 3, 7, 9), batch: int = 5, update: LocalUpdate | None = None, **options: Any
-) -> tuple[list[Task], torch.Tensor, Setup]:
-    clients, model = oracle.ragged_clients(torch.float32, sizes), oracle.smooth_model(torch.float32)
-    layout = Layout.from_tensors(list(model.parameters()))
-    start = torch.zeros(layout.row_size)
-    layout.gather([p.detach() for p in model.parameters()], start)
-    keywords = {"momentum": 0.5, "local_epochs": 2, "batch_size": batch, "seed": 100, "slots": 3} | options
-    setup = setup_of(model, clients, LocalOptions(**keywords))
-    update = update or LocalUpdate(Direction.GRADIENT, rho=0.05)
-    tasks = [Task(i, setup, 0, 0.1, update) for i in range(len(clients))]
-    return tasks, start, setup
-
-
-@pytest.mark.usefixtures("no_cuda")
-def test_there_are_no_more_graphs_than_slots_and_sorts() -> None:
-    """Clients that train at the same time change all the time, and no graph is made for every set of them."""
-    options = {"sizes": tuple(range(8, 104, 8)), "rounds": 6, "batch_size": 8, "participation": 0.6, "slots": 4}
-    train(fed.FedSAM(), executor="graph", **options)
-    # All batches are full, for each slot by itself and for the first 2, 3 and 4 slots together.
-    assert len(FakeCuda.graphs) <= 7
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", MODELS)
 @pytest.mark.parametrize("executor", EXECUTORS)
@@ -303,9 +228,10 @@ def hooked_model() -> torch.nn.Module:
 @pytest.mark.parametrize(
     ("model", "name", "because"),
     [
-        (lambda: torch.nn.Linear(6, 3), "graph", "one captured graph"),
-        (norm_model, "graph", "one captured graph"),  # its buffers are tensors: a replay writes them
-        (lambda: Looks(6, 3), "streams", "looks at values on the host"),
+        (lambda: torch.nn.Linear(6, 3), "graph", "captured steps"),
+        (norm_model, "graph", "captured steps"),  # its buffers are tensors: a replay writes them
+        (lambda: torch.nn.Sequential(torch.nn.Dropout(), torch.nn.Linear(6, 3)), "graph", "captured steps"),
+        (lambda: Looks(6, 3), "streams", r"at values on the host in test_streams.py, line \d+ .*Several processes"),
         (lambda: Counts(6, 3), "streams", r"changes Python's state \(calls\)"),
         (hooked_model, "streams", "hooks"),
     ],
@@ -334,60 +260,25 @@ def rule_of(monkeypatch: MonkeyPatch, options: Any = None, **changes: object) ->
 
 
 @pytest.mark.usefixtures("no_cuda")
-def test_auto_takes_streams_if_a_client_that_raises_is_excluded(monkeypatch: MonkeyPatch) -> None:
-    result, reason = rule_of(monkeypatch, options={"on_client_error": "exclude"})
-    assert result == "streams" and "on_client_error='exclude'" in reason
+@pytest.mark.parametrize(
+    ("options", "facts", "name"),
+    [
+        ({"on_client_error": "exclude"}, {}, "graph"),
+        ({}, {"draws": frozenset({torch.nn.functional.dropout})}, "graph"),
+        ({}, {"loop": "FedRobust"}, "streams"),
+    ],
+)
+def test_auto_on_a_gpu_by_the_facts_of_a_run(
+    options: dict[str, Any], facts: dict[str, Any], name: str, monkeypatch: MonkeyPatch
+) -> None:
+    result, reason = rule_of(monkeypatch, options=options, **facts)
+    assert result == name and "not captured" not in reason
 
 
 @pytest.mark.usefixtures("no_cuda")
-def test_graphs_are_released_together_at_the_end_of_a_run() -> None:
-    train(fed.FedAvg(), sizes=(5, 20, 40), participation=1.0, executor="graph", slots=1, local_epochs=3)
-    assert FakeCuda.ends == ["synchronize", *["end"] * len(FakeCuda.graphs)] and len(FakeCuda.graphs) > 1
-
-
-# ---- lanes that train at the same time
-
-
-@pytest.mark.usefixtures("no_cuda")
-@pytest.mark.parametrize(("direction", "executor"), [(Direction.NONE, "graph"), (Direction.GRADIENT, "streams")])
-def test_lanes_train_at_the_same_time(direction: Direction, executor: str) -> None:
-    """In a steady round the operations are at least .8 lanes wide: their number over their longest chain."""
-    lanes = 8
-    tasks, start, setup = oracle_tasks((16,) * lanes, 16, LocalUpdate(direction, rho=0.05), slots=lanes)
-    cls = executors.registry[executor](setup)
-    with Watch() as watch:
-        list(cls.train(start, [], iter(tasks)))
-        overlap = watch.overlap(lambda: list(cls.train(start, [], iter(tasks))))
-    assert executor == "streams" or [graph.replays for graph in FakeCuda.graphs] == [2]  # all steps of the round
-    assert overlap >= 0.8 * lanes
-
-
-# ---- lanes that end together
-
-
-@pytest.mark.usefixtures("no_cuda")
-@pytest.mark.parametrize("executor", EXECUTORS)
-def test_lanes_that_end_together_close_together(executor: str) -> None:
-    """And are refilled together: the clients of a group begin together, and its numbers are read once."""
-    tasks, start, setup = oracle_tasks((10, 10, 10, 10, 10, 4, 4))
-    groups = [list(results.client_ids) for results in executors.registry[executor](setup).train(start, [], iter(tasks))]
-    assert groups == [[0, 1, 2], [5], [3, 4, 6]] or groups == [[0, 1, 2], [5], [3, 4], [6]]
-
-
-@pytest.mark.usefixtures("no_cuda")
-@pytest.mark.parametrize("slots", [1, 3])
-def test_a_failed_capture_ends_the_run_with_its_reason(slots: int, monkeypatch: MonkeyPatch) -> None:
-    """Also where nothing can be waited for afterwards."""
-    tasks, start, setup = oracle_tasks((64, 64, 64), batch=16)
-    cls = executors.registry["graph"](replace(setup, options=replace(setup.options, slots=slots)))
-
-    def refuses(work: object, stream: object) -> None:
-        monkeypatch.setattr(type(cls.joint), "wait_stream", dead)
-        raise CaptureError("the step cannot be captured as a CUDA graph: it was refused")
-
-    def dead(stream: object, other_stream: object) -> None:
-        raise RuntimeError("operation failed due to a previous error during capture")
-
-    monkeypatch.setattr(cls.cuda, "capture", refuses)
-    with pytest.raises((CaptureError, fed.ClientError), match="it was refused"):
-        list(cls.train(start, [], iter(tasks)))
+@pytest.mark.parametrize("model", [lambda: Looks(6, 3), lambda: Counts(6, 3)])
+def test_graph_by_name_refuses_what_a_capture_would_fail_on_or_freeze(model: Any, monkeypatch: MonkeyPatch) -> None:
+    monkeypatch.setattr(FakeCuda, "waits", False)
+    words = r"(looks at values on the host in test_streams.py, line \d+|changes Python's state \(calls\))"
+    with pytest.raises(ValueError, match=f"executor 'graph' cannot serve here: .*{words}"):
+        train(fed.FedAvg(), executor="graph", model=model)

@@ -1,5 +1,4 @@
-"""Tests of the runs that `streams` serves and `graph` refuses: models that draw random numbers, and batches that are
-trees of tensors.
+"""Tests of models that draw random numbers, and of batches that are trees of tensors, under `streams` and `graph`.
 
 Without a GPU the order of work is tested with a stand-in for CUDA.
 """
@@ -14,9 +13,10 @@ from torch.utils.data import Dataset, TensorDataset
 
 from fastsam import fed
 from tests.helpers import oracle
-from tests.helpers.fake_cuda import Watch
+from tests.helpers.fake_cuda import FakeCuda, Watch
 from tests.helpers.fed_runs import digest
 
+EXECUTORS = ("streams", "graph")
 SIZES = (7, 10, 1, 12, 11)
 
 
@@ -110,7 +110,8 @@ def test_a_model_that_draws_has_the_numbers_of_the_plain_executor(case: str, nam
     DRAWS[case]()  # seeds torch's generator
     state = torch.get_rng_state()
     plain = train(name, "sequential", DRAWS[case])
-    assert train(name, "streams", DRAWS[case], slots=3) == train(name, "streams", DRAWS[case], slots=1) == plain
+    for executor in EXECUTORS if name != "fedntd" else ("streams",):
+        assert train(name, executor, DRAWS[case], slots=3) == train(name, executor, DRAWS[case], slots=1) == plain
     assert plain != train(name, "sequential", DRAWS[case], seed=1)
     assert torch.equal(state, torch.get_rng_state())
 
@@ -128,29 +129,52 @@ def test_the_passes_of_a_first_gradient_draw_by_client_and_round(executor: str) 
 def test_batches_that_are_trees_of_tensors(case: str, name: str) -> None:
     clients, loss = TREES[case]
     plain = train(name, "sequential", ReadsDict, clients, loss=loss)
-    assert train(name, "streams", ReadsDict, clients, loss=loss, slots=3) == plain
+    for executor in EXECUTORS:
+        assert train(name, executor, ReadsDict, clients, loss=loss, slots=3) == plain
+    assert sum(graph.replays for graph in FakeCuda.graphs) > 0
 
 
 @pytest.mark.usefixtures("no_cuda")
+@pytest.mark.parametrize("executor", EXECUTORS)
 @pytest.mark.parametrize("case", ["dropout", "dicts"])
-def test_their_streams_are_ordered(case: str) -> None:
-    """Two streams never touch one memory without a wait between."""
+def test_their_streams_are_ordered(case: str, executor: str) -> None:
+    """Two streams never touch one memory without a wait between. A replay does what was captured, also with the seed of
+    another client."""
     model, clients, loss = Drops, PAIRS, "cross_entropy"
     if case == "dicts":
         model, (clients, loss) = ReadsDict, TREES["dicts"]
     options = {"backend": "reference", "loss": loss, "rounds": 1, "participation": 1.0}
     plain = train("fedsam", "sequential", model, clients, **options)
     with Watch():
-        assert train("fedsam", "streams", model, clients, slots=3, **options) == plain
+        assert train("fedsam", executor, model, clients, slots=2, **options) == plain
+    assert executor == "streams" or sum(graph.replays for graph in FakeCuda.graphs) > 0
+
+
+class Recurrent(Drops):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.LSTM(6, 6, num_layers=2, dropout=0.1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(self.layers(x[None])[0][0])
 
 
 @pytest.mark.usefixtures("no_cuda")
-def test_graph_refuses_them_by_name() -> None:
-    with pytest.raises(ValueError, match="executor 'graph' cannot serve here: .*draws random numbers.*'streams' can"):
-        train("fedavg", "graph", Drops)
-    clients, loss = TREES["dicts"]
-    with pytest.raises(ValueError, match="executor 'graph' cannot serve here: .*batch by batch.*'streams' can"):
-        train("fedavg", "graph", ReadsDict, clients, loss=loss)
+@pytest.mark.parametrize(
+    ("model", "attribute", "value", "words"),
+    [
+        (Drops, "host", torch.default_generator, r"draws .* on the CPU in test_streams_models.py, line \d+, which a"),
+        (Recurrent, "draws_in_graphs", True, "dropout between recurrent layers"),
+        (Drops, "draws_in_graphs", False, "torch .* do not draw random numbers at an offset"),
+    ],
+)
+def test_graph_refuses_draws_by_name(
+    model: type[nn.Module], attribute: str, value: Any, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(FakeCuda, attribute, value)
+    with pytest.raises(ValueError, match=f"executor 'graph' cannot serve here: .*{words}"):
+        train("fedavg", "graph", model)
+    assert train("fedavg", "streams", model) == train("fedavg", "sequential", model)
 
 
 @pytest.mark.gpu
@@ -160,4 +184,5 @@ def test_on_a_gpu_the_bits_are_those_of_the_plain_executor(case: str) -> None:
     model = DRAWS.get(case, ReadsDict)
     for name in ("fedsam", "mimelite"):
         plain = train(name, "sequential", model, clients, loss=loss, device="cuda")
-        assert train(name, "streams", model, clients, loss=loss, device="cuda", slots=3) == plain
+        for executor in EXECUTORS:
+            assert train(name, executor, model, clients, loss=loss, device="cuda", slots=3) == plain

@@ -194,6 +194,12 @@ def test_one_row_at_least(monkeypatch: pytest.MonkeyPatch) -> None:
     assert stacked.slots_of(replace(dense("cpu", 100), cohort=1)) == 1
 
 
+def test_ranks_that_share_a_gpu_share_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stacked, "_memory", lambda device: 4 * GIB // 64)
+    monkeypatch.setattr(stacked, "ranks_per_device", lambda: 4)
+    assert stacked.slots_of(dense("cuda", 100)) == 25
+
+
 def test_on_a_cpu_rows_stay_in_the_cache() -> None:
     assert stacked.slots_of(dense("cpu", 5000)) == 64 and stacked.slots_of(dense("cpu", 5000, width=4000)) == 4
 

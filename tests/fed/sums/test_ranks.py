@@ -8,14 +8,16 @@ import sys
 import time
 from contextlib import suppress
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.distributed import HashStore
 
+from fastsam.fed.sums import ranks
 from fastsam.fed.sums.ranks import RankError, Ranks, join_ranks
 from fastsam.lab import cli
 from tests.helpers import fed_ranks, rank_cases
@@ -181,11 +183,57 @@ def test_ranks_that_cannot_connect_say_which_interface_to_name(monkeypatch: pyte
     def refuse_connection(*_: object, **__: object) -> None:
         raise RuntimeError("Gloo connectFullMesh failed with Connection refused, remote=[127.0.0.1]:36754")
 
-    store = SimpleNamespace(set_timeout=lambda time: None)
+    store = HashStore()
+    store.set("device of rank 1", "")
     monkeypatch.setattr("torch.distributed.rendezvous", lambda *_, **__: iter([(store, 0, 2)]))
     monkeypatch.setattr("torch.distributed.init_process_group", refuse_connection)
     with pytest.raises(RankError, match=r"Connection refused.*GLOO_SOCKET_IFNAME=eth0"), join_ranks():
         pass
+
+
+# --- Several ranks on one machine's GPUs.
+
+
+@pytest.mark.parametrize(
+    ("local_rank", "local_ranks", "gpus", "index", "on_a_gpu"),
+    [(0, 1, 1, 0, 1), (3, 4, 4, 3, 1), (3, 4, 1, 0, 4), (5, 6, 4, 1, 2), (2, 3, 2, 0, 2), (1, 2, 0, 0, 2)],
+)
+def test_ranks_take_the_gpus_of_a_machine_in_turn(
+    local_rank: int, local_ranks: int, gpus: int, index: int, on_a_gpu: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LOCAL_RANK", str(local_rank))
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(local_ranks))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    assert ranks.local_device() == torch.device("cuda", index) and ranks.ranks_per_device() == on_a_gpu
+
+
+@pytest.mark.parametrize(
+    ("places", "backend"),
+    [
+        ([("one", 0), ("one", 1), ("two", 0)], "cpu:gloo,cuda:nccl"),
+        ([("one", 0), ("one", 0), ("two", 0)], "cpu:gloo"),  # also on the machine with one rank
+        ([("one", 0), ("two", None)], "cpu:gloo"),
+    ],
+)
+def test_all_ranks_use_gloo_if_two_share_a_gpu(
+    places: list[tuple[str, int | None]], backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, answers = HashStore(), []
+    for rank, (host, gpu) in reversed([*enumerate(places)]):
+        for other, (name, index) in enumerate(places):  # the other ranks have set theirs
+            store.set(f"device of rank {other}", "" if index is None else f"{name} {index}")
+        monkeypatch.setattr("socket.gethostname", lambda host=host: host)
+        monkeypatch.setenv("LOCAL_RANK", str(gpu or 0))
+        monkeypatch.setattr(torch.cuda, "device_count", lambda gpu=gpu: 0 if gpu is None else 2)
+        answers.append(ranks.backends(store, rank, len(places)))
+    assert answers == [backend] * len(places)
+
+
+@pytest.mark.parametrize(("config", "device"), [("cpu:gloo", "cpu"), ("cpu:gloo,cuda:nccl", "cuda")])
+def test_sums_go_over_the_cpu_without_nccl(config: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.distributed.get_backend_config", lambda: config)
+    assert ranks.sum_device(torch.device("cuda")).type == device
+    assert ranks.sum_device(torch.device("cpu")).type == "cpu"
 
 
 # --- Several ranks, what can be odd about them: on processes that fork, without a launcher (see `rank_group`).

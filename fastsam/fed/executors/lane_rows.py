@@ -1,0 +1,141 @@
+"""The rows of all lanes in one memory: the clients of neighbouring lanes begin together and end together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fastsam.fed.common.transfer import to_device
+from fastsam.fed.executors.client_trainer import ClientTrainer
+from fastsam.fed.executors.local_rows import LocalRows
+from fastsam.fed.executors.row_memory import RowMemory
+from fastsam.fed.executors.task import Setup, Task, vectors_of
+from fastsam.fed.update.local_update import ClientResults, Direction
+from fastsam.fed.update.model_copy import buffer_displacement
+from fastsam.fed.update.variant import StepVariant
+
+
+class LaneRows:
+    """`slots` rows of one memory, with the orders of samples, the counters and the schedules that captured steps read.
+
+    Its methods work on the caller's stream. All memory that lanes share is allocated there, before the lanes begin.
+    Trainers in neighbouring rows have steps of one variant.
+
+    Attributes:
+        indices: int64 `[slots, samples]`, the samples of the steps of each row in order, as indices of the store; or
+            None if clients have no store that captured steps can read.
+        counters: int64 `[slots, 2]`, the numbers of samples and of scheduled steps that each row has taken.
+        schedule: float64 `[slots, steps, 2]`, learning rate and radius of each step, or None without schedules or if
+            clients have unknown sizes.
+        range: int64 `[samples]`, 0, 1, ...: the largest number of samples of a graph.
+    """
+
+    def __init__(self, setup: Setup, slots: int, samples_at_once: int) -> None:
+        self.setup, self.memory = setup, RowMemory(setup, slots)
+        self.store = None if setup.population.augment is not None else setup.population.clients.store
+        # Without shuffling `sequential` trains on views of the store, whose strides a gathered batch would not have.
+        if self.store is not None and not setup.options.shuffle:
+            is_contiguous = self.store.x.is_contiguous() and self.store.y.is_contiguous()
+            self.store = self.store if is_contiguous else None
+        self.counters = torch.zeros(slots, 2, dtype=torch.int64, device=setup.device)
+        self.indices: Tensor | None = None
+        self.range: Tensor | None = None
+        self.schedule: Tensor | None = None
+        if self.store is not None:
+            self.indices = torch.zeros(slots, _most_samples(setup), dtype=torch.int64, device=setup.device)
+            self.range = torch.arange(samples_at_once, device=setup.device)
+        self._windows: dict[tuple[int, int], LocalRows] = {}
+
+    def window(self, begin: int, end: int) -> LocalRows:
+        """Return neighbouring rows."""
+        if (begin, end) not in self._windows:
+            self._windows[begin, end] = LocalRows(self.memory, slice(begin, end), copies=True)
+        return self._windows[begin, end]
+
+    def begin(self, slot: int, trainers: Sequence[ClientTrainer]) -> None:
+        """Begin the tasks of trainers in the rows from `slot` on."""
+        tasks, end, first = [trainer.task for trainer in trainers], slot + len(trainers), trainers[0]
+        variant, own_starts = tasks[0].update.constants.variant, vectors_of(tasks, "start")
+        self.window(slot, end).begin(tasks, first.start if own_starts is None else own_starts)
+        for i in range(slot, end):
+            self.window(i, i + 1).set_variant(variant)
+        for name in _late_fields(variant):
+            self.memory.field(name)
+        if first.replica.buffers:
+            pairs = [pair for t in trainers for pair in zip(t.replica.buffers, t.buffers, strict=True)]
+            torch._foreach_copy_([buffer for buffer, _ in pairs], [value for _, value in pairs])
+        self.counters[slot:end].zero_()
+        if self.store is not None:
+            self._write_indices(slot, tasks)
+        if variant.has_schedule and self.setup.population.clients.has_all_sizes:
+            self._write_schedule(slot, trainers)
+
+    def _write_indices(self, slot: int, tasks: Sequence[Task]) -> None:
+        """Write the indices of the samples of tasks to the rows from `slot` on, in one copy."""
+        assert self.indices is not None and self.store is not None
+        counts = [sum(task.batch_sizes()) for task in tasks]
+        indices = np.zeros((len(tasks), max(counts)), np.int64)
+        for row, task, count in zip(indices, tasks, counts, strict=True):
+            done, size = 0, sum(task.epoch_sizes())
+            for epoch in range(task.epochs):
+                order = task.order(epoch).numpy() if self.setup.options.shuffle else np.arange(size)
+                part = row[done : min(done + size, count)]
+                np.add(order[: len(part)], self.store.offsets[task.client], out=part)
+                done += size
+        target = self.indices[slot : slot + len(tasks), : max(counts)]
+        target.copy_(to_device(torch.from_numpy(indices), target.device))
+
+    def _write_schedule(self, slot: int, trainers: Sequence[ClientTrainer]) -> None:
+        """Write learning rates and radii of all steps to the rows from `slot` on, in one copy."""
+        steps = [trainer.last + 1 for trainer in trainers]
+        if self.schedule is None:
+            shape = len(self.counters), _most_steps(self.setup), 2
+            self.schedule = torch.zeros(shape, dtype=torch.float64, device=self.setup.device)
+        numbers = torch.zeros(len(trainers), max(steps), 2, dtype=torch.float64)
+        for row, trainer, n in zip(numbers, trainers, steps, strict=True):
+            row[:n] = torch.tensor([trainer.task.lr_and_radius(k, n) for k in range(n)], dtype=torch.float64)
+        target = self.schedule[slot : slot + len(trainers), : max(steps)]
+        target.copy_(to_device(numbers, target.device))
+
+    def results(self, slot: int, trainers: Sequence[ClientTrainer]) -> ClientResults:
+        """Return the results of the clients in the rows from `slot` on."""
+        first, rows = trainers[0], self.window(slot, slot + len(trainers))
+        rows.set_variant(first.rows.variant)
+        buffers = [buffer_displacement(t.replica.buffers, t.buffers)[None] for t in trainers if t.replica.buffers]
+        has_start = first.task.update.start is not None
+        return ClientResults(
+            client_ids=[t.task.client for t in trainers],
+            num_steps=[t.k for t in trainers],
+            backward_passes=[t.backward_passes for t in trainers],
+            losses=rows.losses.clone(),
+            num_samples=[t.num_samples for t in trainers],
+            buffers=torch.cat(buffers) if buffers else None,
+            snapshots=[t.snapshots for t in trainers],
+            start=torch.stack([t.start for t in trainers]) if has_start else None,
+            **rows.results(first.start),
+        )
+
+
+def _most_samples(setup: Setup) -> int:
+    """Return the largest number of samples that a client trains on in a round."""
+    options, largest = setup.options, max(setup.population.clients.sizes)
+    return largest * options.local_epochs if options.local_steps is None else options.local_steps * options.batch_size
+
+
+def _most_steps(setup: Setup) -> int:
+    """Return the largest number of steps that a client takes in a round."""
+    options, largest = setup.options, max(setup.population.clients.sizes)
+    return options.local_steps or options.local_epochs * -(-largest // options.batch_size)
+
+
+def _late_fields(variant: StepVariant) -> list[str]:
+    """Return the names of the fields that steps of a variant allocate when they first need them."""
+    uses_direction = variant.uses_path or variant.has_rho_scale
+    uses_direction |= variant.direction in (Direction.GRADIENT_PLUS, Direction.GRADIENT_BY_DRIFT)
+    return [
+        *["direction"] * uses_direction, *["p", "begin", "gradient_offset"] * variant.constant,
+        *["gradient"] * variant.has_first_gradient,
+    ]  # fmt: skip

@@ -1,0 +1,279 @@
+"""Lanes of `graph` and `streams`, with a stand-in for CUDA: clients that train at the same time, and their graphs."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from pytest import MonkeyPatch
+from torch import Tensor, nn
+
+from fastsam import fed
+from fastsam.fed import executors
+from fastsam.fed.executors import graph_lanes, lane_rows, streams
+from fastsam.fed.executors.cuda import CaptureError
+from fastsam.fed.executors.graph_lanes import Chunk, cut
+from fastsam.fed.update.local_update import Direction, LocalUpdate
+from tests.helpers import oracle
+from tests.helpers.fake_cuda import FakeCuda, FakeGenerator, FakeStream, Watch
+from tests.helpers.fed_runs import digest, excluded_clients
+from tests.helpers.setups import ends_of, oracle_tasks
+
+EXECUTORS = ("streams", "graph")
+LANES = 8
+
+pytestmark = pytest.mark.usefixtures("no_cuda")
+
+
+def run(executor: str, sizes: tuple[int, ...], algorithm: Any = None, **options: Any) -> fed.Result:
+    clients = oracle.ragged_clients(torch.float32, sizes)
+    keywords = {"rounds": 3, "batch_size": 8, "participation": 1.0, "slots": 4} | options
+    torch.manual_seed(0)
+    model = oracle.smooth_model(torch.float32)
+    return fed.run(model, clients, algorithm or fed.FedSAM(), executor=executor, **keywords)
+
+
+# ---- chunks of steps
+
+
+@pytest.mark.parametrize("most", [1, 4, 8])
+@pytest.mark.parametrize("copied", [(), (0, 45, 69)])
+def test_chunks_hold_all_steps_in_order(copied: tuple[int, ...], most: int) -> None:
+    """35 batches of an epoch are two blocks, and the last batch is partial."""
+    epoch = [8] * 34 + [3]
+    sizes = (epoch * 2)[:69]
+    chunks, k = cut(sizes, 35, frozenset(copied), most), 0
+    for chunk in chunks:
+        steps, first = range(k, k + len(chunk.sizes)), k - k % 35
+        assert [sizes[i] for i in steps] == list(chunk.sizes) and len(set(chunk.sizes)) == 1
+        assert len(steps) & (len(steps) - 1) == 0 and len(steps) <= most
+        assert len({(i // 35, i % 35 // 32) for i in steps}) == 1, "a chunk is in one block"
+        assert chunk.is_copied == (k in copied) and (len(steps) == 1 or copied_free(steps, copied))
+        assert chunk.in_epoch == sum(sizes[first:k]) and chunk.in_block == chunk.in_epoch - (k % 35 // 32) * 32 * 8
+        k += len(steps)
+    assert k == len(sizes)
+    if most == 8 and not copied:
+        assert [len(chunk.sizes) for chunk in chunks] == [8, 8, 8, 8, 2, 1, 8, 8, 8, 8, 2]
+
+
+def copied_free(steps: range, copied: tuple[int, ...]) -> bool:
+    return not set(steps) & set(copied)
+
+
+def test_a_client_with_less_samples_than_a_batch_has_one_step() -> None:
+    assert cut([3, 3], 1, frozenset(), 8) == [Chunk((3,)), Chunk((3,))]
+
+
+# ---- graphs
+
+
+def test_a_chunk_is_captured_once_per_lane_and_not_per_round() -> None:
+    for rounds in (2, 4):
+        run("graph", (64,) * 6, rounds=rounds, slots=3, batch_size=32)
+        assert len(FakeCuda.graphs) == 3
+
+
+def test_there_are_no_more_graphs_than_lanes_and_sorts() -> None:
+    """All batches are full: each lane has chunks of 1, 2, 4 and 8 steps, whatever the sizes of its clients."""
+    run("graph", tuple(range(8, 104, 8)), rounds=6, participation=0.6)
+    assert len(FakeCuda.graphs) <= 4 * 4
+
+
+def test_a_lane_keeps_a_limited_number_of_graphs(monkeypatch: MonkeyPatch) -> None:
+    sizes, options = tuple(range(9, 16)), {"slots": 1, "rounds": 4}
+    plain = digest(run("graph", sizes, **options))
+    assert len(FakeCuda.graphs) == 8  # a full batch, and seven partial ones
+    monkeypatch.setattr(graph_lanes, "_MAX_GRAPHS", 3)
+    assert digest(run("graph", sizes, **options)) == plain and len(FakeCuda.graphs) == 3
+
+
+def test_graphs_are_released_together_at_the_end_of_a_run() -> None:
+    run("graph", (5, 20, 40), slots=1, local_epochs=3, batch_size=5)
+    assert FakeCuda.ends == ["synchronize", *["end"] * len(FakeCuda.graphs)] and len(FakeCuda.graphs) > 1
+
+
+@pytest.mark.parametrize("factors", [{"lr_end_factor": 0.5}, {"lr_end_factor": 0.8, "rho_end_factor": 0.1}])
+def test_replayed_steps_follow_a_schedule(factors: dict[str, float]) -> None:
+    update = LocalUpdate(Direction.GRADIENT, rho=0.3, **factors)
+    tasks, start, setup = oracle_tasks((20, 30, 13), 5, update, facts={"backend": "foreach"})
+    plain = ends_of(executors.registry["sequential"](setup).train(start, [], iter(tasks)))
+    cls = executors.registry["graph"](setup)
+    for _ in range(3):
+        results = sorted(ends_of(cls.train(start, [], iter(tasks))), key=lambda results: results.client_ids)
+        for a, b in zip(results, plain, strict=True):
+            assert torch.equal(a.delta, b.delta) and torch.equal(a.losses, b.losses)
+    assert sum(graph.replays for graph in FakeCuda.graphs) > 9
+
+
+@pytest.mark.parametrize("executor", EXECUTORS)
+def test_a_round_that_is_left_in_the_middle_leaves_the_executor_usable(executor: str) -> None:
+    tasks, start, setup = oracle_tasks()
+    cls = executors.registry[executor](setup)
+    results = cls.train(start, [], iter(tasks))
+    next(results)
+    results.close()
+    repeat = sorted(ends_of(cls.train(start, [], iter(tasks))), key=lambda results: results.client_ids)
+    plain = ends_of(executors.registry["sequential"](setup).train(start, [], iter(tasks)))
+    for a, b in zip(repeat, plain, strict=True):
+        assert torch.equal(a.delta, b.delta) and torch.equal(a.losses, b.losses) and a.num_steps == b.num_steps
+
+
+# ---- lanes that train at the same time
+
+
+def drops() -> nn.Module:
+    return nn.Sequential(nn.Dropout(0.4), oracle.smooth_model(torch.float32))
+
+
+DROPOUT = {"draws": frozenset({F.dropout})}
+
+
+@pytest.mark.parametrize(
+    ("direction", "executor", "facts"),
+    [
+        (Direction.GRADIENT, "graph", {}), (Direction.GRADIENT, "streams", {}),
+        (Direction.NONE, "graph", DROPOUT), (Direction.NONE, "streams", DROPOUT),
+    ],
+)  # fmt: skip
+def test_lanes_train_at_the_same_time(direction: Direction, executor: str, facts: dict[str, Any]) -> None:
+    """In a steady round the operations are at least .8 lanes wide (their number over their longest chain), and the host
+    queues little besides the replays."""
+    options = {"model": drops() if facts else None, "facts": {"backend": "foreach", **facts}}
+    update = LocalUpdate(direction, rho=0.05)
+    tasks, start, setup = oracle_tasks((64,) * LANES, 8, update, slots=LANES, local_epochs=1, **options)
+    cls = executors.registry[executor](setup)
+    with Watch() as watch:
+        for _ in range(2):
+            list(cls.train(start, [], iter(tasks)))
+        operations, waits = watch.host_operations, FakeCuda.num_waits
+        replays = [graph.replays for graph in FakeCuda.graphs]
+        overlap = watch.overlap(lambda: list(cls.train(start, [], iter(tasks))))
+    assert overlap >= 0.8 * LANES
+    assert FakeCuda.num_waits - waits <= 4 * LANES
+    if executor == "graph":
+        assert [graph.replays for graph in FakeCuda.graphs] == [n + 1 for n in replays] and len(replays) == LANES
+        assert watch.host_operations - operations <= 8 * LANES
+
+
+def test_lanes_are_filled_again_before_results_are_yielded() -> None:
+    """The receiver waits for the device, and meanwhile the next clients train."""
+    tasks, start, setup = oracle_tasks((10,) * 7)
+    begun: list[int] = []
+    source = (begun.append(task.client) or task for task in tasks)
+    results = executors.registry["graph"](setup).train(start, [], source)
+    assert [(list(group.client_ids), list(begun)) for group in results] == [
+        ([0, 1, 2], [0, 1, 2, 3, 4, 5]), ([3, 4, 5], [0, 1, 2, 3, 4, 5, 6]), ([6], [0, 1, 2, 3, 4, 5, 6]),
+    ]  # fmt: skip
+
+
+def test_streams_that_end_together_close_together() -> None:
+    """And are refilled together: the clients of a group begin together, and its numbers are read once."""
+    tasks, start, setup = oracle_tasks((10, 10, 10, 10, 10, 4, 4))
+    groups = [list(part.client_ids) for part in executors.registry["streams"](setup).train(start, [], iter(tasks))]
+    assert groups == [[0, 1, 2], [5], [3, 4, 6]] or groups == [[0, 1, 2], [5], [3, 4], [6]]
+
+
+# ---- planted races
+
+
+def skip_event(monkeypatch: MonkeyPatch) -> None:
+    """Lanes do not wait for the memory that is written when they are opened."""
+    monkeypatch.setattr(FakeStream, "wait_event", lambda stream, event: None)
+
+
+def allocate_in_lanes(monkeypatch: MonkeyPatch) -> None:
+    """The first lane that needs a field allocates it for all."""
+    monkeypatch.setattr(lane_rows, "_late_fields", lambda variant: [])
+
+
+def share_generator(monkeypatch: MonkeyPatch) -> None:
+    """All lanes draw from one state."""
+    monkeypatch.setattr(FakeGenerator, "clone_state", lambda generator: generator)
+
+
+@pytest.mark.parametrize("plant", [skip_event, allocate_in_lanes, share_generator])
+def test_a_planted_race_is_found(plant: Any, monkeypatch: MonkeyPatch) -> None:
+    update, draws = LocalUpdate(Direction.GRADIENT_BY_DRIFT, rho=0.05), plant is share_generator
+    options = {"model": drops(), "facts": DROPOUT} if draws else {}
+    tasks, start, setup = oracle_tasks((10, 10, 10), update=update, **options)
+    with Watch():
+        list(executors.registry["graph"](setup).train(start, [], iter(tasks)))
+    cls = executors.registry["graph"](setup)
+    plant(monkeypatch)
+    cls = executors.registry["graph"](setup) if draws else cls
+    with Watch(), pytest.raises((AssertionError, fed.ClientError), match="(reads|writes) .*before it is sure"):
+        list(cls.train(start, [], iter(tasks)))
+
+
+# ---- errors
+
+
+def loss(scores: Tensor, y: Tensor) -> Tensor:
+    """Raise an error for a batch of two."""
+    if len(y) == 2:
+        raise ValueError("a batch of two")
+    return F.cross_entropy(scores, y)
+
+
+@pytest.mark.parametrize("executor", EXECUTORS)
+def test_a_client_that_raises_is_excluded(executor: str) -> None:
+    sizes, options = (26, 32, 16, 18, 40, 16), {"loss": loss, "on_client_error": "exclude", "local_epochs": 2}
+    plain = run("sequential", sizes, **options)
+    result = run(executor, sizes, slots=3, **options)
+    assert digest(result) == digest(plain) and excluded_clients(result) == [[0, 3]] * 3
+
+
+@pytest.mark.parametrize("slots", [1, 3])
+def test_a_failed_capture_ends_the_run_with_its_reason(slots: int, monkeypatch: MonkeyPatch) -> None:
+    """Also where nothing can be waited for afterwards, and if clients with errors are excluded."""
+    tasks, start, setup = oracle_tasks((64, 64, 64), batch=16, on_client_error="exclude")
+    cls = executors.registry["graph"](replace(setup, options=replace(setup.options, slots=slots)))
+    error: Exception = CaptureError("the step cannot be captured as a CUDA graph: it was refused")
+    if slots == 1:
+        error = fed.ClientError("client 0 failed: it was refused")
+        error.client_ids = (0,)
+
+    def refuses(*operands: object) -> None:
+        monkeypatch.setattr(FakeStream, "wait_stream", dead)
+        raise error
+
+    def dead(stream: object, other_stream: object) -> None:
+        raise RuntimeError("operation failed due to a previous error during capture")
+
+    monkeypatch.setattr(cls.cuda, "capture", refuses)
+    with pytest.raises((CaptureError, fed.ClientError), match="it was refused"):
+        list(cls.train(start, [], iter(tasks)))
+
+
+@pytest.mark.parametrize("executor", EXECUTORS)
+def test_memory_that_is_too_small_names_slots(executor: str, monkeypatch: MonkeyPatch) -> None:
+    def fail(*operands: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
+
+    tasks, start, setup = oracle_tasks((12, 12, 12), slots=6)
+    cls = executors.registry[executor](setup)
+    for module in (streams, executors.graph):
+        monkeypatch.setattr(module, "ClientTrainer" if module is streams else "CapturableTrainer", fail)
+    with pytest.raises(torch.OutOfMemoryError, match=r"no memory for 6 clients at once .*2 GiB.*slots=3"):
+        list(cls.train(start, [], iter(tasks)))
+
+
+# ---- losses
+
+
+@pytest.mark.parametrize("executor", ["sequential", "threads", *EXECUTORS])
+def test_losses_are_added_in_float64_in_the_order_of_the_steps(executor: str) -> None:
+    losses: list[float] = []
+
+    def scaled(scores: Tensor, y: Tensor) -> Tensor:
+        result = F.cross_entropy(scores, y) * 10.0 ** (len(losses) % 13)
+        losses.append(float(result.detach()))
+        return result
+
+    tasks, start, setup = oracle_tasks((122,), 2, LocalUpdate(), scaled, slots=1, local_epochs=1)
+    results = list(executors.registry[executor](setup).train(start, [], iter(tasks)))
+    expected = 0.0
+    for value in losses:
+        expected += 2 * value
+    assert len(losses) == 61 and results[0].losses.tolist() == [expected]
