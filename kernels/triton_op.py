@@ -5,17 +5,16 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any, ParamSpec
 
-import numpy as np
 import torch
 import triton.language as tl
 from torch import Tensor
 
 from .rule import MAX_STATE
 from .triton_chunks import Operand
-from .triton_common import INTERPRETED, WARPS
+from .triton_launch import launch_call
 from .triton_tables import chunk_table_of, field_of, operand_of
 
 
@@ -51,32 +50,23 @@ class Call:
         self._is_aligned &= is_aligned
         return operand
 
-    def each_chunk(self, kernel: Any, **args: Any) -> None:
-        """Launch a program per chunk and row with all operands, plus `args`."""
+    def chunk_call(self, kernel: Any, **args: Any) -> partial[None]:
+        """Return the launch of a program per chunk and row with all operands, plus `args`, as a call."""
         plan = self.plan
         common = {"plan": (plan.chunks, plan.table), "n_chunks": plan.n_chunks, "segments": plan.segments}
-        launch(kernel, self.programs, self.device, ALIGNED=self._is_aligned, **common, **self._args, **args)
+        args = {"ALIGNED": self._is_aligned, **common, **self._args, **args}
+        return launch_call(kernel, self.programs, self.device, args)
+
+    def each_chunk(self, kernel: Any, **args: Any) -> None:
+        """Launch a program per chunk and row with all operands, plus `args`; nothing if there is no chunk."""
+        if self.programs:
+            self.chunk_call(kernel, **args)()
 
 
 def launch(kernel: Any, programs: int, device: torch.device, **args: Any) -> None:
-    """Launch `programs` programs, if any, on `device`.
-
-    `triton_common` says why multiply and add are not fused.
-    """
+    """Launch `programs` programs, if any, on `device`."""
     if programs:
-        with _surroundings(device):
-            kernel[(programs,)](**args, num_warps=WARPS, enable_fp_fusion=False)
-
-
-def _surroundings(device: torch.device) -> AbstractContextManager[Any]:
-    """Return the context of a launch.
-
-    Triton launches on the current device. Its interpreter computes with NumPy, whose warnings about masked lanes are
-    suppressed.
-    """
-    if INTERPRETED:
-        return np.errstate(all="ignore")
-    return nullcontext() if device.index == torch.cuda.current_device() else torch.cuda.device(device)
+        launch_call(kernel, programs, device, args)()
 
 
 def compute_type(tensors: Sequence[Tensor]) -> tl.dtype:

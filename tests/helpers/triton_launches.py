@@ -1,5 +1,5 @@
-"""Every Triton op through Triton's own compiler, driver and launcher on a CUDA library without a device; prints the
-launches as JSON.
+"""Every Triton op through Triton's own compiler and driver on a CUDA library without a device; prints the launches as
+JSON.
 
 Run in a separate process as `python -m tests.helpers.triton_launches FOLDER`, with TRITON_INTERPRET=0,
 TRITON_LIBCUDA_PATH=FOLDER and FOLDER in LD_LIBRARY_PATH, after `build_libcuda(FOLDER)`.
@@ -9,17 +9,20 @@ import ctypes
 import json
 import subprocess
 import sys
-from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from fastsam_kernels import toolchain, triton_backend, triton_op
+from fastsam_kernels import toolchain, triton_backend, triton_launch, triton_op
 from tests.gpu.sanitized import every_op
 from tests.helpers.gpu_step import Step
 from tests.helpers.places import HELPERS
 
 ARCH = 90
+STREAM = 0x57  # address of the current stream
+Lines = list[list[str]]
 
 
 def build_libcuda(folder: str) -> None:
@@ -30,28 +33,94 @@ def build_libcuda(folder: str) -> None:
     subprocess.run([*command, str(source), "-o", f"{folder}/libcuda.so.1"], check=True)
 
 
-def main(folder: Path) -> dict[str, list[list[str]]]:
+def use_stub_driver() -> None:
+    """Let Triton launch tensors of the CPU by the CUDA library without a device."""
     from triton.backends.nvidia.driver import CudaDriver
     from triton.runtime import driver
 
     active = CudaDriver()  # compiles its C module, as on a machine with a GPU
     active.get_current_device = lambda: 0
     active.get_device_capability = lambda device: (ARCH // 10, ARCH % 10)
-    active.get_current_stream = lambda device: 0
+    active.get_current_stream = lambda device: STREAM
     driver.set_active(active)
-    triton_op._surroundings = lambda device: nullcontext()  # torch has no current device here
-    log = ctypes.CDLL(str(folder / "libcuda.so.1")).fake_log
-    log.restype = ctypes.c_char_p
-    launches: dict[str, list[list[str]]] = {}
-    num_lines = 0
+    triton_launch.is_current = lambda device: True  # torch has no current device here
+
+
+class Log:
+    """The launches that the CUDA library received."""
+
+    def __init__(self, folder: Path) -> None:
+        self._library = ctypes.CDLL(str(folder / "libcuda.so.1"))
+        self._library.fake_log.restype = ctypes.c_char_p
+
+    def take(self) -> Lines:
+        """Return the launches since the last call, a list of words each."""
+        lines = self._library.fake_log().decode().splitlines()
+        self._library.fake_forget()
+        return [line.split() for line in lines]
+
+
+def launch_twice(kernel: Any, programs: int, device: torch.device, args: dict[str, Any]) -> partial[None]:
+    """Return a call that launches by Triton's own function, and then without it."""
+    call = triton_launch.launch_call(kernel, programs, device, args)
+    assert call.func is not triton_launch._launch_by_triton, f"Triton {triton_launch.VERSION} launches {kernel} itself"
+
+    def launches() -> None:
+        triton_launch._launch_by_triton(kernel, programs, device, args)
+        call()
+
+    return partial(launches)
+
+
+def op_launches(log: Log) -> dict[str, Lines]:
+    """Return the launches of every op, each by Triton and then without it."""
+    triton_op.launch_call = launch_twice
+    launches: dict[str, Lines] = {}
     for dtype in (torch.float32, torch.bfloat16):
         for rows in (1, 2):
             step = Step([33, 0, 4097, 5], rows, dtype=dtype, device="cpu", master=dtype == torch.bfloat16)
             every_op(triton_backend, step, shift=0)
-            lines = log().decode().splitlines()
-            launches[f"{str(dtype).removeprefix('torch.')} {rows}"] = [line.split() for line in lines[num_lines:]]
-            num_lines = len(lines)
+            launches[f"{str(dtype).removeprefix('torch.')} {rows}"] = log.take()
+    launches["unaligned"] = unaligned_launches(step, log)
+    triton_op.launch_call = triton_launch.launch_call
     return launches
+
+
+def unaligned_launches(step: Step, log: Log) -> Lines:
+    """Return the launches of one op with the device scalars at a multiple of 16 bytes, and then 8 bytes later."""
+    memory = torch.zeros(step.hparams.numel() + 1, dtype=torch.float64)
+    for shift in (0, 1):
+        hparams = memory[shift : shift + step.hparams.numel()].view_as(step.hparams).copy_(step.hparams)
+        triton_backend.norm_(step.sumsq, step.g1, [], step.table, hparams)
+    return log.take()
+
+
+def own_launches(log: Log) -> dict[str, bool]:
+    """Return True for each situation in which Triton's own function launches, and launches the same."""
+    from triton import knobs
+
+    step = Step([33, 5], device="cpu")
+
+    def launches(situation: str) -> Lines:
+        assert triton_launch.is_direct() == (situation == "none"), situation
+        triton_backend.restore_(step.params, step.backup, step.table)
+        return log.take()
+
+    expected, results = launches("none"), {}
+    version, triton_launch.VERSION = triton_launch.VERSION, "3.5"
+    results["version"] = launches("version") == expected
+    triton_launch.VERSION = version
+    calls: list[Any] = []
+    knobs.runtime.launch_enter_hook.add(calls.append)
+    results["hook"] = launches("hook") == expected and len(calls) == 1
+    knobs.runtime.launch_enter_hook.remove(calls.append)
+    return results
+
+
+def main(folder: Path) -> dict[str, Any]:
+    use_stub_driver()
+    log = Log(folder)
+    return {"version": triton_launch.VERSION, "ops": op_launches(log), "own": own_launches(log)}
 
 
 if __name__ == "__main__":
