@@ -15,7 +15,7 @@ from torch import Tensor
 from .rule import MAX_STATE
 from .triton_chunks import Operand
 from .triton_launch import launch_call
-from .triton_tables import chunk_table_of, field_of, operand_of
+from .triton_tables import chunk_table_of, field_of, operand_of, place_of
 
 
 class Call:
@@ -33,7 +33,8 @@ class Call:
         hparams: Tensor | None = None,
         **operands: Sequence[Tensor] | Tensor | None,
     ) -> None:
-        self.plan, self.rows, self.device = chunk_table_of(table, device), rows, device
+        self._place = place_of(device)
+        self.plan, self.rows, self.device = chunk_table_of(table, self._place), rows, device
         self.programs = self.plan.n_chunks * rows
         self._is_aligned = self.plan.is_aligned
         self._args: dict[str, Any] = {name: self._operand(x) for name, x in operands.items()}
@@ -44,7 +45,7 @@ class Call:
         if isinstance(tensors, Tensor):
             operand, is_aligned = field_of(tensors, self.rows)
         elif tensors:
-            operand, is_aligned = operand_of(tensors, self.plan, self.rows)
+            operand, is_aligned = operand_of(tensors, self.plan, self.rows, self._place)
         else:
             return None
         self._is_aligned &= is_aligned
