@@ -62,7 +62,7 @@ def launch_call(kernel: Any, programs: int, device: torch.device, args: Args) ->
 
     The call keeps no tensor allocated.
     """
-    if is_direct() and is_current(device):
+    if avoids_triton(device):
         key, values = _specialize(kernel, device, args)
         launcher = _launchers[key] if key in _launchers else _compile(key, kernel, programs, args)
         if launcher is not None:
@@ -70,9 +70,9 @@ def launch_call(kernel: Any, programs: int, device: torch.device, args: Args) ->
     return partial(_launch_by_triton, kernel, programs, device, args)
 
 
-def is_direct() -> bool:
-    """Return True if kernels may be launched without Triton's own launch function."""
-    if INTERPRETED or VERSION not in VERSIONS:
+def avoids_triton(device: torch.device) -> bool:
+    """Return True if kernels may be launched on this device without Triton's own launch function."""
+    if INTERPRETED or VERSION not in VERSIONS or not is_current(device):
         return False
     hooks = triton.knobs.runtime.launch_enter_hook, triton.knobs.runtime.launch_exit_hook
     return all(hook is None or getattr(hook, "calls", True) == [] for hook in hooks)

@@ -15,14 +15,17 @@ from torch import Tensor
 from .rule import MAX_STATE
 from .triton_chunks import Operand
 from .triton_launch import launch_call
-from .triton_tables import chunk_table_of, field_of, operand_of, place_of
+from .triton_tables import Addresses, chunk_table_of, field_of, operand_of, place_of
+
+increment_version = torch._C._increment_version
 
 
 class Call:
     """A call of an op: its operands, in the form that kernels take.
 
-    Operands are passed by name: lists, fields, and None or an empty list for an absent operand. Without operands there
-    may be nothing to do.
+    Operands are passed by name: lists, lists whose `Addresses` are known, fields, and None or an empty list for an
+    absent operand. Without operands there may be nothing to do. Launches need no tensor of Python's, but the memory of
+    their arguments, which stays allocated as long as this object.
     """
 
     def __init__(
@@ -31,7 +34,7 @@ class Call:
         rows: int,
         device: torch.device,
         hparams: Tensor | None = None,
-        **operands: Sequence[Tensor] | Tensor | None,
+        **operands: Sequence[Tensor] | Tensor | Addresses | None,
     ) -> None:
         self._place = place_of(device)
         self.plan, self.rows, self.device = chunk_table_of(table, self._place), rows, device
@@ -41,9 +44,11 @@ class Call:
         if hparams is not None:
             self._args["hparams"] = (hparams, *hparams.stride()[:2])
 
-    def _operand(self, tensors: Sequence[Tensor] | Tensor | None) -> Operand | None:
+    def _operand(self, tensors: Sequence[Tensor] | Tensor | Addresses | None) -> Operand | None:
         if isinstance(tensors, Tensor):
             operand, is_aligned = field_of(tensors, self.rows)
+        elif isinstance(tensors, Addresses):
+            operand, is_aligned = tensors.operand, tensors.is_aligned
         elif tensors:
             operand, is_aligned = operand_of(tensors, self.plan, self.rows, self._place)
         else:
@@ -55,8 +60,8 @@ class Call:
         """Return the launch of a program per chunk and row with all operands, plus `args`, as a call."""
         plan = self.plan
         common = {"plan": (plan.chunks, plan.table), "n_chunks": plan.n_chunks, "segments": plan.segments}
-        args = {"ALIGNED": self._is_aligned, **common, **self._args, **args}
-        return launch_call(kernel, self.programs, self.device, args)
+        self._launch_args = {"ALIGNED": self._is_aligned, **common, **self._args, **args}
+        return launch_call(kernel, self.programs, self.device, self._launch_args)
 
     def each_chunk(self, kernel: Any, **args: Any) -> None:
         """Launch a program per chunk and row with all operands, plus `args`; nothing if there is no chunk."""
@@ -77,7 +82,7 @@ def compute_type(tensors: Sequence[Tensor]) -> tl.dtype:
 
 def wrote(params: Sequence[Tensor]) -> None:
     """Tell autograd that the weights changed, so that a graph that saved them raises and gives no wrong gradients."""
-    torch.autograd.graph.increment_version(params)
+    increment_version(params)
 
 
 P = ParamSpec("P")

@@ -7,12 +7,15 @@ device.
 from __future__ import annotations
 
 import ctypes
+import struct
 import threading
+from collections import deque
 
 import torch
 from torch import Tensor
 
-BUFFERS = 16  # per device
+BUFFERS = 16  # per device and length
+LENGTHS = 64  # lengths that have buffers; a model has two or three
 
 
 class _Buffer:
@@ -29,31 +32,34 @@ class _Buffer:
         # After an interrupt the device may still read this memory. Then torch keeps it until the device has read it.
         memory, self._memory = self._memory, None
         count = len(numbers)
-        if memory is None or memory.numel() < count:
-            memory = torch.empty(2 * count, dtype=torch.int64, device="cpu", pin_memory=self._end is not None)
-        (ctypes.c_int64 * count).from_address(memory.data_ptr())[:] = numbers
-        target.copy_(memory[:count], non_blocking=True)
+        if memory is None:
+            memory = torch.empty(count, dtype=torch.int64, device="cpu", pin_memory=self._end is not None)
+        struct.pack_into(f"{count}q", (ctypes.c_int64 * count).from_address(memory.data_ptr()), 0, *numbers)
+        target.copy_(memory, non_blocking=True)
         if self._end is not None:
             self._end.record(torch.cuda.current_stream(self._device))
         self._memory = memory
 
 
 class Staging:
-    """The buffers of all devices, used in turn."""
+    """The buffers of all devices and lengths, used in turn."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._buffers: dict[torch.device, list[_Buffer]] = {}
-        self._turn = 0
+        self._buffers: dict[tuple[torch.device, int], deque[_Buffer]] = {}
 
     def upload(self, numbers: list[int], target: Tensor) -> Tensor:
         """Copy `numbers` to `target` (int64, contiguous), in the order of the current stream, and return `target`.
 
         Not for captures of graphs, whose replays would read the memory again.
         """
+        key = target.device, len(numbers)
         with self._lock:
-            if target.device not in self._buffers:
-                self._buffers[target.device] = [_Buffer(target.device) for _ in range(BUFFERS)]
-            self._turn = (self._turn + 1) % BUFFERS
-            self._buffers[target.device][self._turn].upload(numbers, target)
+            buffers = self._buffers.get(key)
+            if buffers is None:
+                if len(self._buffers) >= LENGTHS:
+                    self._buffers.clear()
+                buffers = self._buffers[key] = deque(_Buffer(target.device) for _ in range(BUFFERS))
+            buffers.rotate()
+            buffers[0].upload(numbers, target)
         return target

@@ -104,6 +104,26 @@ def test_other_alignments_get_other_machine_code(records: dict[str, Any]) -> Non
     assert aligned[5] != unaligned[5]
 
 
+def test_prepared_steps_launch_what_the_ops_do(records: dict[str, Any]) -> None:
+    """Three launches of the same machine code, also for gradients without alignment, on the same stream.
+
+    The arguments differ where the prepared step has memory for itself: the norm's sums and ticket, and the addresses of
+    gradients. The machine code of the norm may differ, because the alignment of its ticket may differ.
+    """
+    steps = records["steps"]
+    assert len(steps["prepared"]) == len(steps["ops"]) == 9
+    functions = []
+    for actual, expected in zip(steps["prepared"], steps["ops"], strict=True):
+        assert len(actual) == len(expected)
+        functions.append(actual[5])
+        if actual[0] == "_norm_kernel":
+            expected[5] = actual[5]
+        assert {a for a, b in zip(actual, expected, strict=True) if a != b} <= set(steps["private"])
+    aligned, unaligned, again = functions[:3], functions[3:6], functions[6:]
+    assert aligned == again
+    assert not set(aligned) & set(unaligned)
+
+
 def test_triton_launches_where_its_function_cannot_be_avoided(records: dict[str, Any]) -> None:
     """Another version, and a hook that has to see the launches."""
     assert records["own"] == {"version": True, "hook": True}

@@ -95,6 +95,31 @@ def unaligned_launches(step: Step, log: Log) -> Lines:
     return log.take()
 
 
+def prepared_launches(log: Log) -> dict[str, Any]:
+    """Return the launches of prepared steps and of the ops, with the gradients aligned, then not, then aligned.
+
+    "private" has the addresses that belong to the prepared step: memory of the norm, tables of gradients.
+    """
+    step = Step([33, 0, 4097, 5], device="cpu")
+    operands, kernels = (step.backup, step.table, step.hparams), triton_backend
+    calls = kernels.direct_calls(step.params, *operands)
+    assert calls is not None
+    shifted = [torch.cat([g[:1], g])[1:] for g in step.g1]
+    prepared, ops = [], []
+    for grads in (step.g1, shifted, step.g1):
+        calls.norm_perturb_(grads, step.sumsq, False)
+        for call in calls.update("sgd", [step.momentum], None, grads, False, False):
+            call()
+        prepared += log.take()
+        kernels.norm_(step.sumsq, grads, [], step.table, step.hparams)
+        kernels.perturb_(step.params, step.backup, grads, step.table, step.hparams, step.sumsq, True)
+        kernels.update_(step.params, step.backup, grads, step.table, step.hparams, "sgd", [step.momentum])
+        ops += log.take()
+    tables = calls._first_grads, calls._second_grads
+    private = [*calls._sums, *(table.addresses.operand.pointer for table in tables)]
+    return {"prepared": prepared, "ops": ops, "private": [f"{tensor.data_ptr():x}" for tensor in private]}
+
+
 def own_launches(log: Log) -> dict[str, bool]:
     """Return True for each situation in which Triton's own function launches, and launches the same."""
     from triton import knobs
@@ -102,7 +127,7 @@ def own_launches(log: Log) -> dict[str, bool]:
     step = Step([33, 5], device="cpu")
 
     def launches(situation: str) -> Lines:
-        assert triton_launch.is_direct() == (situation == "none"), situation
+        assert triton_launch.avoids_triton(step.sumsq.device) == (situation == "none"), situation
         triton_backend.restore_(step.params, step.backup, step.table)
         return log.take()
 
@@ -120,7 +145,8 @@ def own_launches(log: Log) -> dict[str, bool]:
 def main(folder: Path) -> dict[str, Any]:
     use_stub_driver()
     log = Log(folder)
-    return {"version": triton_launch.VERSION, "ops": op_launches(log), "own": own_launches(log)}
+    results = {"ops": op_launches(log), "steps": prepared_launches(log), "own": own_launches(log)}
+    return {"version": triton_launch.VERSION, **results}
 
 
 if __name__ == "__main__":

@@ -114,15 +114,18 @@ def test_new_addresses_are_uploaded_once_per_list(monkeypatch: pytest.MonkeyPatc
 
 
 def test_memory_of_uploads_is_used_again() -> None:
-    staging = triton_staging.Staging()
-    targets = [torch.zeros(n, dtype=torch.int64) for n in (3, 5, 40)]
-    for k in range(3 * triton_staging.BUFFERS):
-        numbers = [k + i for i in range(targets[k % 3].numel())]
-        assert staging.upload(numbers, targets[k % 3]).tolist() == numbers
-        if k == 2 * triton_staging.BUFFERS:
-            places = [b._memory.data_ptr() for b in staging._buffers[torch.device("cpu")]]
-    buffers = staging._buffers[torch.device("cpu")]
-    assert sum(a == b._memory.data_ptr() for a, b in zip(places, buffers, strict=True)) > len(buffers) // 2
+    """Uploads of two lengths in turn. A buffer is written again only after all others of its length."""
+    staging, places = triton_staging.Staging(), list[list[int]]([[], []])
+    targets = [torch.zeros(n, dtype=torch.int64) for n in (3, 5)]
+    for k in range(6 * triton_staging.BUFFERS):
+        target = targets[k % 2]
+        numbers = [k + i for i in range(target.numel())]
+        assert staging.upload(numbers, target).tolist() == numbers
+        places[k % 2].append(staging._buffers[target.device, target.numel()][0]._memory.data_ptr())
+    for of_length in places:
+        first = of_length[: triton_staging.BUFFERS]
+        assert len(set(first)) == len(first)
+        assert of_length == 3 * first
 
 
 def test_chunks_cover_every_element_once() -> None:
@@ -166,7 +169,7 @@ def test_compiled_without_graph_breaks() -> None:
 def test_launchers_have_the_signatures_of_their_twins() -> None:
     """Names, kinds and defaults, which the types and the schemas of `compilable` take for granted; the fields of a
     state come one by one."""
-    for name in (*set(triton_backend.__all__) - {"update_", "why_not"}, "_update_"):
+    for name in (*set(triton_backend.__all__) - {"direct_calls", "update_", "why_not"}, "_update_"):
         launcher = triton_update._update_ if name == "_update_" else getattr(triton_backend, name)
         expected = [
             (f"{p.name}{i}", p.kind, p.empty) if p.name == "state" else (p.name, p.kind, p.default)
