@@ -19,7 +19,7 @@ from .triton_launch import avoids_triton
 from .triton_norm import norm_call
 from .triton_op import Call, compute_type, increment_version
 from .triton_perturb import perturb_call
-from .triton_tables import DTYPES, Addresses, addresses_of, are_aligned, chunk_table_of, place_of, upload_numbers
+from .triton_tables import DTYPES, Addresses, addresses_of, are_aligned, chunk_table_of, pack, place_of, upload_words
 from .triton_update import update_call, update_operands
 
 _address = torch.Tensor.data_ptr
@@ -43,8 +43,9 @@ class GradientTable:
         addresses = addresses_of(grads)
         if addresses != self._last:
             self._last = []  # for an interrupt before the upload
-            self.is_aligned = are_aligned(addresses)
-            upload_numbers(addresses, self._addresses)
+            words = pack(addresses)
+            self.is_aligned = are_aligned(words)
+            upload_words(words, self._addresses)
             self._last = addresses
 
     @property

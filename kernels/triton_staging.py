@@ -7,7 +7,6 @@ device.
 from __future__ import annotations
 
 import ctypes
-import struct
 import threading
 from collections import deque
 
@@ -15,7 +14,7 @@ import torch
 from torch import Tensor
 
 BUFFERS = 16  # per device and length
-LENGTHS = 64  # lengths that have buffers; a model has two or three
+LENGTHS = 64  # numbers of bytes that have buffers; a model has two or three
 
 
 class _Buffer:
@@ -26,15 +25,14 @@ class _Buffer:
         self._memory: Tensor | None = None
         self._end = torch.cuda.Event() if device.type == "cuda" else None  # end of the last upload
 
-    def upload(self, numbers: list[int], target: Tensor) -> None:
+    def upload(self, data: bytes, target: Tensor) -> None:
         if self._end is not None:
             self._end.synchronize()
         # After an interrupt the device may still read this memory. Then torch keeps it until the device has read it.
         memory, self._memory = self._memory, None
-        count = len(numbers)
         if memory is None:
-            memory = torch.empty(count, dtype=torch.int64, device="cpu", pin_memory=self._end is not None)
-        struct.pack_into(f"{count}q", (ctypes.c_int64 * count).from_address(memory.data_ptr()), 0, *numbers)
+            memory = torch.empty(len(data) // 8, dtype=torch.int64, device="cpu", pin_memory=self._end is not None)
+        ctypes.memmove(memory.data_ptr(), data, len(data))
         target.copy_(memory, non_blocking=True)
         if self._end is not None:
             self._end.record(torch.cuda.current_stream(self._device))
@@ -48,12 +46,12 @@ class Staging:
         self._lock = threading.Lock()
         self._buffers: dict[tuple[torch.device, int], deque[_Buffer]] = {}
 
-    def upload(self, numbers: list[int], target: Tensor) -> Tensor:
-        """Copy `numbers` to `target` (int64, contiguous), in the order of the current stream, and return `target`.
+    def upload(self, data: bytes, target: Tensor) -> None:
+        """Copy packed numbers to `target` (int64, contiguous), in the order of the current stream.
 
         Not for captures of graphs, whose replays would read the memory again.
         """
-        key = target.device, len(numbers)
+        key = target.device, len(data)
         with self._lock:
             buffers = self._buffers.get(key)
             if buffers is None:
@@ -61,5 +59,4 @@ class Staging:
                     self._buffers.clear()
                 buffers = self._buffers[key] = deque(_Buffer(target.device) for _ in range(BUFFERS))
             buffers.rotate()
-            buffers[0].upload(numbers, target)
-        return target
+            buffers[0].upload(data, target)

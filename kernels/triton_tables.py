@@ -12,12 +12,11 @@ allocate it.
 
 from __future__ import annotations
 
+import struct
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from functools import reduce
-from operator import or_
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
@@ -31,6 +30,7 @@ from .weak_tensors import WeakTensorMap
 
 ENTRIES = 256  # largest number of entries of each cache; a step of a model uses about five
 ALIGNMENT = 16  # bytes of a 128-bit access
+LOW_BITS = b"\x0f" + bytes(7)  # the bits of a word that are 0 in a multiple of 16
 DTYPES = {
     torch.float32: tl.constexpr(tl.float32),
     torch.float64: tl.constexpr(tl.float64),
@@ -220,29 +220,37 @@ def addresses_of(tensors: Sequence[Tensor]) -> list[int]:
     return addresses
 
 
-def are_aligned(addresses: Sequence[int]) -> bool:
-    """Return True if all addresses, or lengths in bytes, are multiples of 16 bytes."""
-    return reduce(or_, addresses, 0) % ALIGNMENT == 0
+def pack(numbers: list[int]) -> bytes:
+    """Return numbers as the int64 words of a table."""
+    return struct.pack(f"{len(numbers)}q", *numbers)
+
+
+def are_aligned(words: bytes) -> bool:
+    """Return True if all packed numbers are multiples of 16."""
+    low_bits = int.from_bytes(LOW_BITS * (len(words) // len(LOW_BITS)), "little")
+    return not int.from_bytes(words, "little") & low_bits
 
 
 def _make_addresses(content: list[int], segments: int, dtype: torch.dtype, place: Place) -> Addresses:
     """Upload the addresses, and the row strides that follow them if there is more than one row."""
     strides = content[segments:] or [0] * segments
-    is_aligned = are_aligned(content[:segments]) and are_aligned([stride * dtype.itemsize for stride in strides])
+    lengths = [stride * dtype.itemsize for stride in strides]
     numbers = content[:segments] + strides
     if place.is_capturing:
         table = upload(torch.tensor(numbers, dtype=torch.int64, device="cpu"), place)
     else:
         table = torch.empty(2 * segments, dtype=torch.int64, device=place.device)
-        upload_numbers(numbers, table)
-    return Addresses(Operand(table.view(2, segments), 0, DTYPES[dtype]), is_aligned)
+        upload_words(pack(numbers), table)
+    return Addresses(
+        Operand(table.view(2, segments), 0, DTYPES[dtype]), are_aligned(pack(content[:segments] + lengths))
+    )
 
 
-def upload_numbers(numbers: list[int], target: Tensor) -> None:
-    """Write numbers into `target`, int64 on the device, in the order of the current stream. Not for captures."""
+def upload_words(words: bytes, target: Tensor) -> None:
+    """Write words into `target`, int64 on the device, in the order of the current stream. Not for captures."""
     if target.is_cuda:
         _reserve.prepare(RESERVE // 2)
-    _staging.upload(numbers, target)
+    _staging.upload(words, target)
 
 
 def field_of(field: Tensor, rows: int) -> tuple[Operand, bool]:

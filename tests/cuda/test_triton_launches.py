@@ -6,7 +6,6 @@ Only the launch itself is counted instead of run. The interpreter, which other t
 
 import importlib.metadata
 import json
-import os
 import subprocess
 import sys
 from collections import Counter
@@ -15,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from bench import stub_driver
 from fastsam_kernels import toolchain
 from tests.helpers.places import ROOT
 
@@ -39,12 +39,6 @@ EXTRA_LAUNCHES = {
 }
 
 
-def run(command: list[str], env: dict[str, str]) -> str:
-    process = subprocess.run([sys.executable, *command], env=env, cwd=ROOT, capture_output=True, text=True)
-    assert process.returncode == 0, process.stderr
-    return process.stdout
-
-
 def parameter(release: str) -> Any:
     """Return the parameter of a test with this release of Triton; slow if the release has to be downloaded."""
     installed = INSTALLED if INSTALLED.rpartition(".")[0] == release.rpartition(".")[0] else ""
@@ -57,12 +51,16 @@ def records(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     if toolchain.find_cxx() is None:
         pytest.skip("Triton's launcher needs a C compiler")
     folder = tmp_path_factory.mktemp("libcuda")
-    paths = {"TRITON_LIBCUDA_PATH": str(folder), "LD_LIBRARY_PATH": str(folder), "TRITON_CACHE_DIR": str(folder)}
-    env = os.environ | {"TRITON_INTERPRET": "0", **paths}
+    env = stub_driver.environment(folder)
     if request.param != INSTALLED:
         env["PYTHONPATH"] = str(install(request.param, folder / "triton"))
-    run(["-c", f"from tests.helpers.triton_launches import build_libcuda; build_libcuda({str(folder)!r})"], env)
-    result: dict[str, Any] = json.loads(run(["-m", "tests.helpers.triton_launches", str(folder)], env))
+    stub_driver.build(folder, env)
+    process = subprocess.run(
+        [sys.executable, "-m", "tests.helpers.triton_launches", str(folder)],
+        env=env, cwd=ROOT, capture_output=True, text=True,
+    )  # fmt: skip
+    assert process.returncode == 0, process.stderr
+    result: dict[str, Any] = json.loads(process.stdout)
     assert request.param.startswith(result["version"])
     return result
 

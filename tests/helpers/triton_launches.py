@@ -1,13 +1,11 @@
 """Every Triton op through Triton's own compiler and driver on a CUDA library without a device; prints the launches as
 JSON.
 
-Run in a separate process as `python -m tests.helpers.triton_launches FOLDER`, with TRITON_INTERPRET=0,
-TRITON_LIBCUDA_PATH=FOLDER and FOLDER in LD_LIBRARY_PATH, after `build_libcuda(FOLDER)`.
+Run in a separate process as `python -m tests.helpers.triton_launches FOLDER`, as `bench.stub_driver` says.
 """
 
 import ctypes
 import json
-import subprocess
 import sys
 from functools import partial
 from pathlib import Path
@@ -15,35 +13,12 @@ from typing import Any
 
 import torch
 
-from fastsam_kernels import toolchain, triton_backend, triton_launch, triton_op
+from bench import stub_driver
+from fastsam_kernels import triton_backend, triton_launch, triton_op
 from tests.gpu.sanitized import every_op
 from tests.helpers.gpu_step import Step
-from tests.helpers.places import HELPERS
 
-ARCH = 90
-STREAM = 0x57  # address of the current stream
 Lines = list[list[str]]
-
-
-def build_libcuda(folder: str) -> None:
-    from triton.backends.nvidia import driver
-
-    source = HELPERS / "emulation" / "fake_libcuda.c"
-    command = [*toolchain.find_cxx(), "-x", "c", "-shared", "-fPIC", *(f"-I{path}" for path in driver.include_dirs)]
-    subprocess.run([*command, str(source), "-o", f"{folder}/libcuda.so.1"], check=True)
-
-
-def use_stub_driver() -> None:
-    """Let Triton launch tensors of the CPU by the CUDA library without a device."""
-    from triton.backends.nvidia.driver import CudaDriver
-    from triton.runtime import driver
-
-    active = CudaDriver()  # compiles its C module, as on a machine with a GPU
-    active.get_current_device = lambda: 0
-    active.get_device_capability = lambda device: (ARCH // 10, ARCH % 10)
-    active.get_current_stream = lambda device: STREAM
-    driver.set_active(active)
-    triton_launch.is_current = lambda device: True  # torch has no current device here
 
 
 class Log:
@@ -143,7 +118,7 @@ def own_launches(log: Log) -> dict[str, bool]:
 
 
 def main(folder: Path) -> dict[str, Any]:
-    use_stub_driver()
+    stub_driver.use()
     log = Log(folder)
     results = {"ops": op_launches(log), "steps": prepared_launches(log), "own": own_launches(log)}
     return {"version": triton_launch.VERSION, **results}

@@ -100,8 +100,8 @@ def test_the_sum_of_addresses_does_not_stand_for_them() -> None:
 def test_new_addresses_are_uploaded_once_per_list(monkeypatch: pytest.MonkeyPatch) -> None:
     """The tables of the weights, and of a gradient's list that two ops read, are uploaded once."""
     step, uploads = Step(), list[int]()
-    upload = tables.upload_numbers
-    monkeypatch.setattr(tables, "upload_numbers", lambda numbers, t: uploads.append(1) or upload(numbers, t))
+    upload = tables.upload_words
+    monkeypatch.setattr(tables, "upload_words", lambda words, t: uploads.append(1) or upload(words, t))
     for count in (3, 2, 2):  # in the first step the weights too
         step.run(triton_backend, step.params, step.g1, step.g2)
         assert len(uploads) == count
@@ -120,8 +120,9 @@ def test_memory_of_uploads_is_used_again() -> None:
     for k in range(6 * triton_staging.BUFFERS):
         target = targets[k % 2]
         numbers = [k + i for i in range(target.numel())]
-        assert staging.upload(numbers, target).tolist() == numbers
-        places[k % 2].append(staging._buffers[target.device, target.numel()][0]._memory.data_ptr())
+        staging.upload(tables.pack(numbers), target)
+        assert target.tolist() == numbers
+        places[k % 2].append(staging._buffers[target.device, target.nbytes][0]._memory.data_ptr())
     for of_length in places:
         first = of_length[: triton_staging.BUFFERS]
         assert len(set(first)) == len(first)

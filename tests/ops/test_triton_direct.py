@@ -98,7 +98,7 @@ def test_gradients_that_move_are_found() -> None:
 
 def test_a_steady_step_prepares_and_uploads_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """It makes three launches. New addresses are one upload per pass, and no new launch."""
-    counts = {"launch_call": 0, "upload_numbers": 0}
+    counts = {"launch_call": 0, "upload_words": 0}
 
     def count(module: Any, name: str) -> None:
         function = getattr(module, name)
@@ -110,7 +110,7 @@ def test_a_steady_step_prepares_and_uploads_nothing(monkeypatch: pytest.MonkeyPa
         monkeypatch.setattr(module, name, counted)
 
     count(triton_op, "launch_call")
-    count(triton_direct, "upload_numbers")
+    count(triton_direct, "upload_words")
     o = Operands()
     calls = triton_backend.direct_calls(o.params, o.backup, o.table, hparams())
     for g1, g2, expected in (
@@ -159,12 +159,12 @@ def test_an_interrupt_before_the_upload_leaves_no_stale_table(monkeypatch: pytes
     step(calls, o, o.g1, o.g2)
     ops_step(twin, columns, o.g1, o.g2)
 
-    def write_and_raise(numbers: list[int], target: Tensor) -> None:
+    def write_and_raise(words: bytes, target: Tensor) -> None:
         target.zero_()
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(triton_direct, "upload_numbers", write_and_raise)
+        patch.setattr(triton_direct, "upload_words", write_and_raise)
         with pytest.raises(KeyboardInterrupt):
             calls.norm_perturb_(o.g2, o.sumsq, False)
     step(calls, o, o.g1, o.g2)
