@@ -74,6 +74,10 @@ RACE = (
 )  # fmt: skip
 COLUMNS: dict[str, Sequence[Column]] = {
     **dict.fromkeys(("step", "steps", "whole", "variants", "ops"), STEPS),
+    "host": (
+        Column("host", "host_seconds.unchanged", duration),
+        Column("host, gradients elsewhere every time", "host_seconds.changed", duration),
+    ),
     **dict.fromkeys(("speed-1", "speed-2", "growth", "ranks"), RACE),
     "overhead": (
         Column("seconds of a local step, FedAvg = 1", "step", digits(3), quartiles=True),
@@ -186,7 +190,7 @@ def _cases(record: Record) -> Iterator[str]:
 def _kernels(record: Record) -> Iterator[str]:
     for layout in LAYOUTS:
         yield _ops([case for case in record["cases"] if case.get("layout") == layout], layout)
-    yield from _cases({**record, "cases": [case for case in record["cases"] if case["part"] == "steps"]})
+    yield from _cases({**record, "cases": [case for case in record["cases"] if case["part"] in ("steps", "host")]})
 
 
 def _ops(cases: Sequence[Record], layout: str, times: bool = True) -> str:

@@ -15,6 +15,7 @@ import torch
 
 try:
     from .triton_common import INTERPRETED
+    from .triton_direct import direct_calls
     from .triton_dual import dual_norm_, dual_perturb_
     from .triton_norm import norm_
     from .triton_perturb import perturb_, restore_
@@ -28,6 +29,7 @@ else:
 
 __all__ = [
     "accumulate_",
+    "direct_calls",
     "dual_norm_",
     "dual_perturb_",
     "inner_",

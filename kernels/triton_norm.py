@@ -10,6 +10,7 @@ depends only on the table.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -91,6 +92,20 @@ def sum_chunks_(kernel: Any, out: Tensor, call: Call, accumulate: bool, **args: 
     partials = torch.empty(out[0].numel() * call.programs, dtype=torch.float64, device=call.device)
     sums = (out, row_stride, stride, partials, tickets_of(out, call.rows))
     call.each_chunk(kernel, sums=sums, ACCUMULATE=accumulate, **args)
+
+
+def norm_call(call: Call, sumsq: Tensor, partials: Tensor, tickets: Tensor, compute: tl.dtype) -> partial[None]:
+    """Return the launch of `norm_` with the operands of `call`, and with memory that is the caller's.
+
+    Args:
+        call: the operands `grads` and `weights`.
+        sumsq: output, the squared norm, float64 `[1]`.
+        partials: memory for a sum of each program, float64.
+        tickets: int32 `[1]`, 0 between launches.
+        compute: type of the arithmetic.
+    """
+    sums = (sumsq, sumsq.stride(0), 0, partials, tickets)
+    return call.chunk_call(_norm_kernel, sums=sums, ACCUMULATE=False, COMPUTE=compute)
 
 
 @compilable(reference.norm_, "sumsq")

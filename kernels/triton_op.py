@@ -5,25 +5,27 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any, ParamSpec
 
-import numpy as np
 import torch
 import triton.language as tl
 from torch import Tensor
 
 from .rule import MAX_STATE
 from .triton_chunks import Operand
-from .triton_common import INTERPRETED, WARPS
-from .triton_tables import chunk_table_of, field_of, operand_of
+from .triton_launch import launch_call
+from .triton_tables import Addresses, chunk_table_of, field_of, operand_of, place_of
+
+increment_version = torch._C._increment_version
 
 
 class Call:
     """A call of an op: its operands, in the form that kernels take.
 
-    Operands are passed by name: lists, fields, and None or an empty list for an absent operand. Without operands there
-    may be nothing to do.
+    Operands are passed by name: lists, lists whose `Addresses` are known, fields, and None or an empty list for an
+    absent operand. Without operands there may be nothing to do. Launches need no tensor of Python's, but the memory of
+    their arguments, which stays allocated as long as this object.
     """
 
     def __init__(
@@ -32,51 +34,45 @@ class Call:
         rows: int,
         device: torch.device,
         hparams: Tensor | None = None,
-        **operands: Sequence[Tensor] | Tensor | None,
+        **operands: Sequence[Tensor] | Tensor | Addresses | None,
     ) -> None:
-        self.plan, self.rows, self.device = chunk_table_of(table, device), rows, device
+        self._place = place_of(device)
+        self.plan, self.rows, self.device = chunk_table_of(table, self._place), rows, device
         self.programs = self.plan.n_chunks * rows
         self._is_aligned = self.plan.is_aligned
         self._args: dict[str, Any] = {name: self._operand(x) for name, x in operands.items()}
         if hparams is not None:
             self._args["hparams"] = (hparams, *hparams.stride()[:2])
 
-    def _operand(self, tensors: Sequence[Tensor] | Tensor | None) -> Operand | None:
+    def _operand(self, tensors: Sequence[Tensor] | Tensor | Addresses | None) -> Operand | None:
         if isinstance(tensors, Tensor):
             operand, is_aligned = field_of(tensors, self.rows)
+        elif isinstance(tensors, Addresses):
+            operand, is_aligned = tensors.operand, tensors.is_aligned
         elif tensors:
-            operand, is_aligned = operand_of(tensors, self.plan, self.rows)
+            operand, is_aligned = operand_of(tensors, self.plan, self.rows, self._place)
         else:
             return None
         self._is_aligned &= is_aligned
         return operand
 
-    def each_chunk(self, kernel: Any, **args: Any) -> None:
-        """Launch a program per chunk and row with all operands, plus `args`."""
+    def chunk_call(self, kernel: Any, **args: Any) -> partial[None]:
+        """Return the launch of a program per chunk and row with all operands, plus `args`, as a call."""
         plan = self.plan
         common = {"plan": (plan.chunks, plan.table), "n_chunks": plan.n_chunks, "segments": plan.segments}
-        launch(kernel, self.programs, self.device, ALIGNED=self._is_aligned, **common, **self._args, **args)
+        self._launch_args = {"ALIGNED": self._is_aligned, **common, **self._args, **args}
+        return launch_call(kernel, self.programs, self.device, self._launch_args)
+
+    def each_chunk(self, kernel: Any, **args: Any) -> None:
+        """Launch a program per chunk and row with all operands, plus `args`; nothing if there is no chunk."""
+        if self.programs:
+            self.chunk_call(kernel, **args)()
 
 
 def launch(kernel: Any, programs: int, device: torch.device, **args: Any) -> None:
-    """Launch `programs` programs, if any, on `device`.
-
-    `triton_common` says why multiply and add are not fused.
-    """
+    """Launch `programs` programs, if any, on `device`."""
     if programs:
-        with _surroundings(device):
-            kernel[(programs,)](**args, num_warps=WARPS, enable_fp_fusion=False)
-
-
-def _surroundings(device: torch.device) -> AbstractContextManager[Any]:
-    """Return the context of a launch.
-
-    Triton launches on the current device. Its interpreter computes with NumPy, whose warnings about masked lanes are
-    suppressed.
-    """
-    if INTERPRETED:
-        return np.errstate(all="ignore")
-    return nullcontext() if device.index == torch.cuda.current_device() else torch.cuda.device(device)
+        launch_call(kernel, programs, device, args)()
 
 
 def compute_type(tensors: Sequence[Tensor]) -> tl.dtype:
@@ -86,7 +82,7 @@ def compute_type(tensors: Sequence[Tensor]) -> tl.dtype:
 
 def wrote(params: Sequence[Tensor]) -> None:
     """Tell autograd that the weights changed, so that a graph that saved them raises and gives no wrong gradients."""
-    torch.autograd.graph.increment_version(params)
+    increment_version(params)
 
 
 P = ParamSpec("P")

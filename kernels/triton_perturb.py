@@ -5,10 +5,12 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from . import reference
 from .triton_chunks import columns, each_block, load, locate, read, store
@@ -116,9 +118,15 @@ def perturb_(params, backup, grads, table, hparams, sumsq, save, seed=None):
     """See `reference.perturb_`."""
     call = Call(table, hparams.shape[0], backup.device, hparams, weights=params, grads=grads, backup=backup)
     seed = seed if params and params[0].dtype.itemsize == 2 else None
-    sums = (sumsq, sumsq.stride(0))
-    call.each_chunk(_perturb_kernel, sumsq=sums, seed=seed, SAVE=save, COMPUTE=compute_type(params))
+    if call.programs:
+        perturb_call(call, sumsq, save, compute_type(params), seed)()
     wrote(params)
+
+
+def perturb_call(call: Call, sumsq: Tensor, save: bool, compute: tl.dtype, seed: Tensor | None = None) -> partial[None]:
+    """Return the launch of a perturbation with the operands of `call`."""
+    sums = (sumsq, sumsq.stride(0))
+    return call.chunk_call(_perturb_kernel, sumsq=sums, seed=seed, SAVE=save, COMPUTE=compute)
 
 
 @triton.jit

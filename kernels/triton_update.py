@@ -11,11 +11,13 @@ increments the counts, after all programs have read them.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple, cast
 
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from . import reference, rules
 from .constants import CLIP_EPS
@@ -199,23 +201,14 @@ def form_of(name: str) -> tuple[Any, Any]:
     return triton.jit(rule.scalar_args), triton.jit(rule.triton_update)
 
 
-@compilable(cast("Callable[..., None]", reference.update_), "params", "backup", "steps")
-def _update_(
-    params, backup, grads, table, hparams, rule, state0, state1, state2,
-    *, steps=None, g1=None, q=None, sumsq_v=None, grad_scale=None, found_inf=None, init_state=False, write_master=False,
-    shift=None,
-):  # fmt: skip
-    state = (state0, state1, state2)
-    operands = {"weights": params, "backup": backup, "grads": grads, "g1": g1, "q": q, "shift": shift}
-    operands |= {f"state{i}": field for i, field in enumerate(state)}
-    call = Call(table, hparams.shape[0], hparams.device, hparams, **operands)
-    if not call.plan.n_chunks:  # no elements to update, but steps may be counted
-        if steps is not None:
-            fields = state[: len(rules.find(rule).state)]
-            reference.update_(params, backup, grads, table, hparams, rule, fields, steps=steps, found_inf=found_inf)
-        return
+def update_call(
+    call: Call, rule: str, state: Sequence[Tensor | None], steps: Tensor | None, compute: tl.dtype, *,
+    init_state: bool, write_master: bool,
+    sumsq_v: Tensor | None = None, grad_scale: Tensor | None = None, found_inf: Tensor | None = None,
+) -> partial[None]:  # fmt: skip
+    """Return the launch of an update with the operands of `call`."""
     numbers, element = form_of(rule)
-    call.each_chunk(
+    return call.chunk_call(
         _update_kernel,
         counters=None if steps is None else (steps, *steps.stride(), tickets_of(steps, call.rows)),
         sumsq_v=None if sumsq_v is None else (sumsq_v, sumsq_v.stride(0)),
@@ -226,8 +219,34 @@ def _update_(
         STATE_MASK=sum(1 << i for i, field in enumerate(state) if field is not None),
         INIT_STATE=init_state,
         WRITE_MASTER=write_master,
-        COMPUTE=compute_type(params),
+        COMPUTE=compute,
     )
+
+
+def update_operands(
+    weights: Any, backup: Tensor | None, grads: Any, state: Sequence[Tensor | None], **options: Any
+) -> dict[str, Any]:
+    """Return the operands of a `Call` that updates; `options` are operands that are absent by default."""
+    operands = {"weights": weights, "backup": backup, "grads": grads, "g1": None, "q": None, "shift": None}
+    return {**operands, **options, **{f"state{i}": field for i, field in enumerate(pad_state(state))}}
+
+
+@compilable(cast("Callable[..., None]", reference.update_), "params", "backup", "steps")
+def _update_(
+    params, backup, grads, table, hparams, rule, state0, state1, state2,
+    *, steps=None, g1=None, q=None, sumsq_v=None, grad_scale=None, found_inf=None, init_state=False, write_master=False,
+    shift=None,
+):  # fmt: skip
+    state = (state0, state1, state2)
+    operands = update_operands(params, backup, grads, state, g1=g1, q=q, shift=shift)
+    call = Call(table, hparams.shape[0], hparams.device, hparams, **operands)
+    if not call.plan.n_chunks:  # no elements to update, but steps may be counted
+        if steps is not None:
+            fields = state[: len(rules.find(rule).state)]
+            reference.update_(params, backup, grads, table, hparams, rule, fields, steps=steps, found_inf=found_inf)
+        return
+    options = {"init_state": init_state, "write_master": write_master, "sumsq_v": sumsq_v, "found_inf": found_inf}
+    update_call(call, rule, state, steps, compute_type(params), grad_scale=grad_scale, **options)()
     wrote(params)
 
 

@@ -19,8 +19,9 @@ from fastsam.optim.param_tracking import ParamTracker, WeightState
 from fastsam.optim.selection import Selection
 from fastsam.optim.sharded import all_reduced
 from fastsam.optim.state_dict_format import STEPS
+from fastsam.optim.step_plan import plan_of
 from fastsam.optim.update import UpdateInputs, rule_of
-from fastsam.optim.variants.sam import SAM, VariantState
+from fastsam.optim.variants.sam import SAM
 from fastsam_kernels.constants import FreedError, check_not_freed
 
 COULD_NOT = "the update could not run: out of memory, or torch's threads or a launch on the GPU failed"
@@ -39,33 +40,19 @@ class Engine(ParamTracker):
 
     Attributes:
         combiner: combines both gradients for the update, by the coefficients of the variant.
-        uses_combiner: the update reads more than the last gradient, or keeps something for the next step.
-        combines_grads: the update reads both gradients, so clipping the second one by hand would be wrong.
-        perturbs_every_step: there is no step without a perturbation, so steps are not counted.
-        uses_separate_norm: the norm is not the L2 norm of the gradient, or rho is a function of it.
-        has_unperturbed_groups: the variant leaves some parameter groups where they are.
-        is_plain_sam: none of these: a step is the norm, the perturbation and the update of SAM.
+        plan: the parts of a step that the variant needs.
     """
 
     def __init__(self, base: Optimizer, backend: str, stochastic_rounding: bool, exclusive: bool, variant: SAM) -> None:
-        combiner = self.combiner = GradCombiner(variant)
-        looks_ahead = bool(variant.unperturbed_coefficients.looksam_alpha)
-        self.perturbs_every_step = variant.interval == 1 and type(variant).perturbs is SAM.perturbs  # else steps count
-        updates_state = variant.state in (VariantState.DIRECTION, VariantState.ORTHOGONAL)
-        self.uses_combiner = combiner.changes_gradient or updates_state or looks_ahead
-        self.combines_grads = combiner.coefficients.needs_g1 or looks_ahead
-        self.uses_separate_norm = variant.rho_fn is not None or variant.norm_degree != 2
-        self.has_unperturbed_groups = type(variant).perturbs_group is not SAM.perturbs_group
-        self.is_plain_sam = self.perturbs_every_step and not (
-            self.uses_combiner or variant.has_direction or self.uses_separate_norm or self.has_unperturbed_groups
-        )
+        self.combiner, self.plan = GradCombiner(variant), plan_of(variant)
         self.stochastic_rounding = stochastic_rounding
         # Here, and not on the optimizer, because Lightning's wrapper shares its attributes for reading only.
         self.training = True  # False in the evaluation of a variant of one pass
         self.in_closure = False  # a closure of `step` is running
         self.is_finishing = False  # `second_step` is running
         self._calls: list[BucketGrads] = []  # calls of a perturbation under way
-        super().__init__(base, backend, exclusive, variant, combiner.coefficients if self.uses_combiner else None)
+        coefficients = self.combiner.coefficients if self.plan.uses_combiner else None
+        super().__init__(base, backend, exclusive, variant, coefficients)
         self.steps = self.steps
 
     @property
@@ -81,7 +68,7 @@ class Engine(ParamTracker):
 
     def _count(self, steps: int) -> list[partial[Any]]:
         """Return the calls that set the count of steps; none if every step perturbs."""
-        groups = [] if self.perturbs_every_step else self.base.param_groups
+        groups = [] if self.plan.perturbs_every_step else self.base.param_groups
         return [partial(group.__setitem__, STEPS, steps) for group in groups]
 
     # --- the passes ---
@@ -91,7 +78,7 @@ class Engine(ParamTracker):
     @property
     def perturbs(self) -> bool:
         """True if the step that begins, or is under way, perturbs."""
-        return self.perturbs_every_step or self.variant.perturbs(self.steps)
+        return self.plan.perturbs_every_step or self.variant.perturbs(self.steps)
 
     def perturb(self, calls: list[BucketGrads], scale: Tensor | None, donate: bool) -> None:
         """Move the weights to the perturbed point, with the gradients that `collect_grads` found.
@@ -107,7 +94,7 @@ class Engine(ParamTracker):
             self.begin_step()
         for bucket in self.buckets:
             bucket.backup.begin_step()
-        if not self.is_plain_sam:
+        if not self.plan.is_plain_sam:
             _check_not_freed(calls)
             if not self.perturbs:  # the weights are not saved, because nothing moves them
                 for bucket in self.buckets:
@@ -124,7 +111,8 @@ class Engine(ParamTracker):
         seed, phase = self._seed, self.weight_state
         if phase is not WeightState.PERTURBED:
             phase = WeightState.PERTURBING
-        is_single_call = len(calls) == 1 and seed is None and not (self.uses_separate_norm or self.has_sharded_params)
+        needs_ops = self.plan.uses_separate_norm or self.has_sharded_params
+        is_single_call = len(calls) == 1 and seed is None and not needs_ops
         direct = None
         if is_single_call:
             bucket, selection, grads = calls[0]
@@ -175,7 +163,7 @@ class Engine(ParamTracker):
 
     def _with_directions(self, calls: list[BucketGrads], scale: Tensor | None) -> list[BucketGrads]:
         """Return the calls of a variant with its directions, and keep first gradients that the second pass reads."""
-        if self.has_unperturbed_groups:
+        if self.plan.has_unperturbed_groups:
             moves = list(map(self.variant.perturbs_group, self.base.param_groups))
             calls = [_perturbed_subset(moves, *call) for call in calls]
         if self.combiner.needs_g1:
@@ -191,7 +179,7 @@ class Engine(ParamTracker):
         If the update is not fused and there is a GradScaler, it waits for the device, as torch's unfused optimizers do.
         """
         if skip_nonfinite:
-            if self.uses_combiner:
+            if self.plan.uses_combiner:
                 self._hparams.set_single_grad_coefficients()  # a coefficient of the last step may be infinite
             found_inf = or_nonfinite(found_inf, update_norm(UpdateInputs(calls)).to(self._sum.device))
         if self.rule is None:
@@ -200,10 +188,10 @@ class Engine(ParamTracker):
             self._update_fused(calls, scales, found_inf)
 
     def _update_fused(self, calls: Sequence[BucketGrads], scales: LossScales, found_inf: Tensor | None) -> None:
-        is_perturbed = self.perturbs_every_step or self.perturbs
+        is_perturbed = self.plan.perturbs_every_step or self.perturbs
         if not is_perturbed:
             self._begin_unperturbed(calls)
-        if self.uses_combiner:
+        if self.plan.uses_combiner:
             _check_not_freed(calls)
             if is_perturbed:
                 inputs = self.combiner.combine(self._hparams, calls, self._sum, scales, found_inf)
@@ -217,11 +205,11 @@ class Engine(ParamTracker):
         afterwards: list[partial[Any]] = []
         for update, (_, selection, grads) in zip(self._updates, inputs.calls):  # noqa: B905  (`strict` would cost time)
             ready += update.prepare(selection, grads, self._hparams.specs, self.base.state, inputs, afterwards)
-        if self.uses_combiner:
+        if self.plan.uses_combiner:
             ready += inputs.calls_after
             if is_perturbed:
                 ready += self.combiner.unit_calls(scales.g1)
-        if not self.perturbs_every_step:
+        if not self.plan.perturbs_every_step:
             ready += self._post_update_calls(inputs.calls, inputs.found_inf)
         ready += afterwards
         if torch.compiler.is_compiling():  # which unrolls loops, and calls no C function on functions
@@ -266,7 +254,7 @@ class Engine(ParamTracker):
         the gradients."""
         is_perturbed, calls_after = self.perturbs, []
         self.restore_weights()
-        if self.uses_combiner:
+        if self.plan.uses_combiner:
             inputs = self.combiner.combine_in_place(self._hparams, calls, self._sum, scales, found_inf, is_perturbed)
             calls_after, found_inf = inputs.calls_after, inputs.found_inf
         if found_inf is None or found_inf.item() == 0:
@@ -278,11 +266,11 @@ class Engine(ParamTracker):
             unhooked_step(self.base)(self.base)
             if sharpness:
                 self.combiner.apply_sharpness(self.base.param_groups, calls, scales.g2)
-            if self.uses_combiner and is_perturbed:
+            if self.plan.uses_combiner and is_perturbed:
                 calls_after += self.combiner.unit_calls(scales.g1)
             for call in calls_after:
                 call()
-        if not self.perturbs_every_step:
+        if not self.plan.perturbs_every_step:
             for call in self._post_update_calls(calls, found_inf):
                 call()
         self._invalidate_unsharded()
@@ -311,6 +299,17 @@ class Engine(ParamTracker):
     def abort_step(self) -> None:
         """Restore the weights of between the steps, bit for bit, after an exception in a step."""
         self.restore_weights()
+
+    # --- training and evaluation: the weights between the steps are the same in both ---
+
+    def require_ready(self) -> None:
+        """Raise RuntimeError if the weights do not allow a step."""
+
+    def eval(self) -> None:
+        """Move to the weights of evaluation."""
+
+    def train(self) -> None:
+        """Move to the weights of training."""
 
     @property
     def _seed(self) -> Tensor | None:
@@ -341,7 +340,7 @@ class Engine(ParamTracker):
         """Return the counts of perturbations and steps on which the next ones depend, and the unit of a direction's
         memory."""
         numbers: dict[str, float] = {"perturbations": int(self.perturbations)} if self.stochastic_rounding else {}
-        if not self.perturbs_every_step:
+        if not self.plan.perturbs_every_step:
             numbers["steps"] = self.steps
         if self.combiner.unit is not None:
             numbers["unit"] = float(self.combiner.unit)

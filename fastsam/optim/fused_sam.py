@@ -221,7 +221,7 @@ class FusedSAM(StepPhaseMixin, Optimizer):
         engine = self._engine
         with torch.enable_grad():
             loss = self._pass(closure, engine.weight_state)  # between steps
-            if engine.perturbs_every_step or engine.perturbs:
+            if engine.plan.perturbs_every_step or engine.perturbs:
                 self._perturb(None, clears_grads=True)
                 self._pass(closure, WeightState.PERTURBED)
         self._update()
@@ -265,7 +265,7 @@ class FusedSAM(StepPhaseMixin, Optimizer):
         self._scaler_tracker.check_not_unscaled(self)
         graph = torch.is_grad_enabled()
         try:
-            self._perturb(None if engine.is_plain_sam else self._scaler_tracker.scale, zero_grad)
+            self._perturb(None if engine.plan.is_plain_sam else self._scaler_tracker.scale, zero_grad)
             if zero_grad:
                 self.zero_grad()
         except BaseException:
@@ -300,7 +300,7 @@ class FusedSAM(StepPhaseMixin, Optimizer):
         grads = self._engine.collect_grads()
         self._engine.perturb(grads, loss_scale, clears_grads)
         self._running_stats.freeze()
-        if self._engine.combines_grads:
+        if self._engine.plan.combines_grads:
             self._clip_check.watch(self.param_groups[0]["params"])
 
     def _update(self) -> None:
@@ -313,7 +313,7 @@ class FusedSAM(StepPhaseMixin, Optimizer):
         grad_scale, found_inf = self.__dict__.get("grad_scale"), self.__dict__.get("found_inf")
         found_inf = found_inf if isinstance(found_inf, Tensor) else None  # 0 when no parameter has a gradient
         grads, scales = engine.collect_grads(), NO_SCALES
-        if found_inf is None and engine.combines_grads:
+        if found_inf is None and engine.plan.combines_grads:
             name, level = type(engine.variant).__name__, 6 if engine.is_finishing else 5
             self._clip_check.warn(self.param_groups[0]["params"], name, level)
         if found_inf is not None:

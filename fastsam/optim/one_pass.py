@@ -53,7 +53,6 @@ class OnePass(Engine):
                 "the promise ends with the step, so leave it out"
             )
         super().__init__(base, backend, stochastic_rounding, exclusive, variant)
-        self.perturbs_every_step = False
         self._last_perturbation: list[BucketGrads] = []  # vectors along which the weights were perturbed
         self._versions: list[int] | None = None  # versions of the weights since then; None: a state was loaded
 
@@ -178,7 +177,11 @@ class OnePass(Engine):
             self.perturb_clean()
 
     def eval(self) -> None:
-        """Restore the clean weights, bit for bit."""
+        """Restore the clean weights, bit for bit. Raises RuntimeError inside a closure."""
+        if not self.training:
+            return
+        if self.in_closure:
+            raise RuntimeError("eval() inside a closure of step(): leave it to before or after the step")
         try:
             self.restore_weights()
         except BaseException:

@@ -17,7 +17,6 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 from fastsam.optim import amp
 from fastsam.optim.engine import Engine
 from fastsam.optim.grad_checks import AccumulationCheck
-from fastsam.optim.one_pass import OnePass
 from fastsam.optim.param_tracking import WeightState
 from fastsam.optim.running_stats import RunningStatsFreezer
 
@@ -61,7 +60,7 @@ class StepPhaseMixin:
     @property
     def combines_gradients(self) -> bool:
         """True if the variant's update combines both gradients, so that `max_grad_norm` has to clip them."""
-        return self._engine.combines_grads
+        return self._engine.plan.combines_grads
 
     @property
     def max_grad_norm(self) -> float | None:
@@ -110,11 +109,7 @@ class StepPhaseMixin:
         Raises RuntimeError inside a closure, and between `first_step()` and `second_step()` if the base optimizer has
         an `eval()`.
         """
-        engine = self._engine
-        if isinstance(engine, OnePass) and engine.training:
-            if engine.in_closure:
-                raise RuntimeError("eval() inside a closure of step(): leave it to before or after the step")
-            engine.eval()
+        self._engine.eval()
         self._tell_base("eval")
 
     def train(self) -> None:
@@ -129,8 +124,7 @@ class StepPhaseMixin:
         if self._engine.in_closure:
             return
         self._tell_base("train")
-        if isinstance(self._engine, OnePass):
-            self._engine.train()
+        self._engine.train()
 
     def _tell_base(self, mode: str) -> None:
         """Call the `train()` or `eval()` of a base optimizer that has them. These methods write the weights."""
@@ -159,7 +153,7 @@ class StepPhaseMixin:
 
     def _follow_modules(self) -> None:
         """Let `train()` and `eval()` of the modules of `model=` call the optimizer's methods, too."""
-        if isinstance(self._engine, OnePass):
+        if self._engine.one_pass:
             for module in self._running_stats.modules:
                 object.__setattr__(module, "train", _Train(module, self))
 
@@ -201,8 +195,8 @@ class StepPhaseMixin:
         )
 
     def _require_turn(self, closure: Callable[[], Any] | None) -> None:
-        if isinstance(self._engine, OnePass):
-            self._engine.require_ready()
+        self._engine.require_ready()
+        if self._engine.one_pass:
             if closure is None or self._finishes():
                 self._accumulation_check.reset()
             else:

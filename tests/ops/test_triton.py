@@ -21,8 +21,10 @@ from tests.helpers.op_cases import COLUMNS
 
 tables = pytest.importorskip("fastsam_kernels.triton_tables", reason="Triton is not installed")
 triton_backend = pytest.importorskip("fastsam_kernels.triton_backend")
+triton_staging = pytest.importorskip("fastsam_kernels.triton_staging")
 triton_update = pytest.importorskip("fastsam_kernels.triton_update")
 
+CPU_PLACE = tables.place_of(torch.device("cpu"))
 CPU = triton_backend.why_not("cpu")
 needs_interpreter = pytest.mark.skipif(CPU is not None, reason=f"Triton on the CPU: {CPU}")
 CUDA = triton_backend.why_not("cuda")
@@ -68,24 +70,68 @@ def test_tensors_that_moved_are_found() -> None:
 
 @needs_interpreter
 def test_tables_are_made_once_per_content() -> None:
-    step, device = Step(), torch.device("cpu")
-    plan = tables.chunk_table_of(step.table, device)
-    assert tables.chunk_table_of(step.table.clone(), device) is plan
-    operand, _ = tables.operand_of(step.params, plan, 1)
-    assert tables.operand_of(list(step.params), plan, 1)[0].pointer is operand.pointer
-    assert tables.operand_of(step.g1, plan, 1)[0].pointer is not operand.pointer
+    step = Step()
+    plan = tables.chunk_table_of(step.table, CPU_PLACE)
+    assert tables.chunk_table_of(step.table.clone(), CPU_PLACE) is plan
+    operand, _ = tables.operand_of(step.params, plan, 1, CPU_PLACE)
+    assert tables.operand_of(list(step.params), plan, 1, CPU_PLACE)[0].pointer is operand.pointer
+    assert tables.operand_of(step.g1, plan, 1, CPU_PLACE)[0].pointer is not operand.pointer
     other_table = step.table.clone()
     other_table[0, 1] = 5
-    assert tables.chunk_table_of(other_table, device).n_chunks == plan.n_chunks
-    assert tables.chunk_table_of(other_table, device).lengths[0] == 5
+    assert tables.chunk_table_of(other_table, CPU_PLACE).n_chunks == plan.n_chunks
+    assert tables.chunk_table_of(other_table, CPU_PLACE).lengths[0] == 5
     for i in range(2 * tables.ENTRIES):
-        tables.chunk_table_of(torch.tensor([[16 * i, 1, 0, 0]]), device)
+        tables.chunk_table_of(torch.tensor([[16 * i, 1, 0, 0]]), CPU_PLACE)
     assert len(tables._plans._entries) == tables.ENTRIES
+
+
+@needs_interpreter
+def test_the_sum_of_addresses_does_not_stand_for_them() -> None:
+    """Tensors that swap their places have the same sum."""
+    step = Step()
+    plan = tables.chunk_table_of(step.table, CPU_PLACE)
+    tensors = [torch.zeros(5000) for _ in range(3)]
+    for order in ([0, 1, 2], [1, 0, 2], [0, 1, 2]):
+        operand, _ = tables.operand_of([tensors[i] for i in order], plan, 1, CPU_PLACE)
+        assert operand.pointer[0].tolist() == [tensors[i].data_ptr() for i in order]
+
+
+@needs_interpreter
+def test_new_addresses_are_uploaded_once_per_list(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tables of the weights, and of a gradient's list that two ops read, are uploaded once."""
+    step, uploads = Step(), list[int]()
+    upload = tables.upload_words
+    monkeypatch.setattr(tables, "upload_words", lambda words, t: uploads.append(1) or upload(words, t))
+    for count in (3, 2, 2):  # in the first step the weights too
+        step.run(triton_backend, step.params, step.g1, step.g2)
+        assert len(uploads) == count
+        step.g1, step.g2 = ([g.clone() for g in grads] for grads in (step.g1, step.g2))
+        uploads.clear()
+    step.run(triton_backend, step.params, step.g1, step.g2)
+    uploads.clear()
+    step.run(triton_backend, step.params, step.g1, step.g2)
+    assert not uploads
+
+
+def test_memory_of_uploads_is_used_again() -> None:
+    """Uploads of two lengths in turn. A buffer is written again only after all others of its length."""
+    staging, places = triton_staging.Staging(), list[list[int]]([[], []])
+    targets = [torch.zeros(n, dtype=torch.int64) for n in (3, 5)]
+    for k in range(6 * triton_staging.BUFFERS):
+        target = targets[k % 2]
+        numbers = [k + i for i in range(target.numel())]
+        staging.upload(tables.pack(numbers), target)
+        assert target.tolist() == numbers
+        places[k % 2].append(staging._buffers[target.device, target.nbytes][0]._memory.data_ptr())
+    for of_length in places:
+        first = of_length[: triton_staging.BUFFERS]
+        assert len(set(first)) == len(first)
+        assert of_length == 3 * first
 
 
 def test_chunks_cover_every_element_once() -> None:
     table = torch.tensor([[0, 0, 0, 0], [16, 4096, 0, 1], [4112, 4097, 1, 2], [9000, 0, 0, 3], [9008, 1, 0, 4]])
-    plan = tables._make_chunk_table(table, torch.device("cpu"))
+    plan = tables._make_chunk_table(table, CPU_PLACE)
     chunks = plan.chunks.reshape(-1, 2).tolist()
     assert chunks == [[1, 0], [2, 0], [2, 4096], [4, 0]]
     assert plan.table.reshape(-1, 4).tolist() == table.tolist()
@@ -98,10 +144,10 @@ def test_chunks_cover_every_element_once() -> None:
 )
 def test_alignment_is_that_of_the_addresses(shift: int, dtype: torch.dtype, is_aligned: bool) -> None:
     memory = torch.zeros(200, dtype=dtype)
-    plan = tables.chunk_table_of(torch.tensor([[0, 64, 0, 0], [64, 32, 0, 1]]), torch.device("cpu"))
+    plan = tables.chunk_table_of(torch.tensor([[0, 64, 0, 0], [64, 32, 0, 1]]), CPU_PLACE)
     assert plan.is_aligned
     views = [memory[shift : shift + 64], memory[64 : 64 + 32]]
-    assert tables.operand_of(views, plan, 1)[1] is is_aligned
+    assert tables.operand_of(views, plan, 1, CPU_PLACE)[1] is is_aligned
     assert tables.field_of(memory[shift : shift + 96].reshape(1, 96), 1)[1] is is_aligned
     operand, rows_are_aligned = tables.field_of(memory.as_strided((2, 30), (33, 1)), 2)
     assert not rows_are_aligned
@@ -124,7 +170,7 @@ def test_compiled_without_graph_breaks() -> None:
 def test_launchers_have_the_signatures_of_their_twins() -> None:
     """Names, kinds and defaults, which the types and the schemas of `compilable` take for granted; the fields of a
     state come one by one."""
-    for name in (*set(triton_backend.__all__) - {"update_", "why_not"}, "_update_"):
+    for name in (*set(triton_backend.__all__) - {"direct_calls", "update_", "why_not"}, "_update_"):
         launcher = triton_update._update_ if name == "_update_" else getattr(triton_backend, name)
         expected = [
             (f"{p.name}{i}", p.kind, p.empty) if p.name == "state" else (p.name, p.kind, p.default)
