@@ -20,7 +20,8 @@ from fastsam.fed.algorithms.base import (
     Upload,
     hparam,
 )
-from fastsam.fed.algorithms.feddyn import DynamicRegularizer, attraction
+from fastsam.fed.algorithms.fedavg import FedAvg
+from fastsam.fed.algorithms.feddyn import FedDyn
 from fastsam.fed.algorithms.schedule import Scheduled, check_scheduled, value_at
 from fastsam.fed.common.checks import choice, number
 from fastsam.fed.update.local_update import NU
@@ -29,7 +30,7 @@ RULES = ("paper", "mu_active", "mu_all")
 
 
 @dataclass(frozen=True)
-class FedSMOO(DynamicRegularizer):
+class FedSMOO(Algorithm):
     """FedDyn whose clients agree on one perturbation s by the method of multipliers.
 
         d = alpha*(g1 - mu_i) - s,   eps = rho * d/||d||,   then mu_i <- mu_i + (eps - s)/alpha     in every local step
@@ -62,58 +63,54 @@ class FedSMOO(DynamicRegularizer):
     phi_decay: float = hparam(1.0, number, greater_than=0)
 
     @property
+    def base(self) -> Algorithm:
+        """The algorithm to which the perturbation is added."""
+        return FedDyn(self.phi, self.phi_decay) if self.dyn else FedAvg()
+
+    @property
     def server_vectors(self) -> float:  # type: ignore[override]
-        """w and s; H; the mean of all mu_i where the rule is made of it."""
-        return 2 + self.dyn + (self.s_rule == "mu_all")
+        """s, and the mean of all mu_i where the rule is made of it."""
+        return self.base.server_vectors + 1 + (self.s_rule == "mu_all")
 
     @property
     def client_vectors(self) -> float:  # type: ignore[override]
-        """mu_i, and h_i."""
-        return 1 + self.dyn
+        """mu_i."""
+        return self.base.client_vectors + 1
 
     @property
     def uses_sums(self) -> bool:  # type: ignore[override]
         """H, or the mean of all mu_i."""
-        return self.dyn or self.s_rule == "mu_all"
+        return self.base.uses_sums or self.s_rule == "mu_all"
 
     @property
     def working_vectors(self) -> float:  # type: ignore[override]
-        """The perturbed copy, mu_i, s, and q."""
-        return 3 + self.dyn
+        """The perturbed copy, mu_i and s."""
+        return self.base.working_vectors + 3
 
     def uses_server_lr(self) -> bool:
-        return not self.dyn
+        return self.base.uses_server_lr()
 
     def init_server(self, w0: Tensor) -> State:
-        start = super().init_server(w0) if self.dyn else Algorithm.init_server(self, w0)
         zero = torch.zeros_like(w0)
-        return {**start, "s": zero, **({"mu": zero} if self.s_rule == "mu_all" else {})}
+        return {**self.base.init_server(w0), "s": zero, **({"mu": zero} if self.s_rule == "mu_all" else {})}
 
     def init_client(self, server: State) -> State:
-        start = super().init_client(server) if self.dyn else Algorithm.init_client(self, server)
-        return {**start, "mu_i": torch.zeros_like(server["w"])}
+        return {**self.base.init_client(server), "mu_i": torch.zeros_like(server["w"])}
 
     def local_update(self, server: State, client: State, round: Round) -> LocalUpdate:
-        rho = value_at("rho", self.rho, round)
-        step = LocalUpdate(
-            Direction.GRADIENT_MINUS_DUAL,
-            rho=rho,
+        return replace(
+            self.base.local_update(server, client, round),
+            direction=Direction.GRADIENT_MINUS_DUAL,
+            rho=value_at("rho", self.rho, round),
             dual=client["mu_i"],
             server_perturbation=server["s"],
             penalty=self.alpha,
         )
-        if not self.dyn:
-            return step
-        phi = self.phi_of(round)
-        return replace(step, gradient_offset=attraction(phi, server, client), proximal_coefficient=phi)
 
     def finish_client(self, server: State, client: State, results: ClientResults, round: Round) -> tuple[State, Upload]:
         if results.dual is None or results.eps is None:
             raise ValueError("FedSMOO needs the dual and the perturbation of every client; this executor returned none")
-        if self.dyn:
-            state, upload = super().finish_client(server, client, results, round)
-        else:
-            state, upload = Algorithm.finish_client(self, server, client, results, round)
+        state, upload = self.base.finish_client(server, client, results, round)
         mean, total = dict(upload.mean), dict(upload.sum)
         if self.s_rule == "mu_all":
             total["dmu"] = results.dual - client["mu_i"]
@@ -122,10 +119,7 @@ class FedSMOO(DynamicRegularizer):
         return {**state, "mu_i": results.dual}, Upload(mean, total)
 
     def step_server(self, server: State, aggregate: Aggregate, round: Round) -> State:
-        if self.dyn:
-            new_state = super().step_server(server, aggregate, round)
-        else:
-            new_state = Algorithm.step_server(self, server, aggregate, round)
+        new_state = self.base.step_server(server, aggregate, round)
         if self.s_rule == "mu_all":
             mu = server["mu"].double() + aggregate.sum("dmu") / round.num_clients
             new_state, r = {**new_state, "mu": mu.to(server["mu"].dtype)}, -mu
