@@ -13,16 +13,13 @@ import torch
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-import torch._subclasses.fake_tensor as fake_tensors
 
 from fastsam import backends
 from tests.helpers.libraries import with_torchvision
 from tests.helpers.op_cases import parameter
 
-# `make_fx` makes a mode of fake tensors for every value that it records, and each of these keeps the stack, which is
-# deep under pytest: half of the time of a short federated run.
-fake_tensors.traceback = SimpleNamespace(extract_stack=list)  # type: ignore[assignment]
-# `torch.manual_seed` does the same for every kind of device that has not been used, in a millisecond or two each.
+# `torch.manual_seed` keeps the stack, which is deep under pytest, for every kind of device that has not been used: in a
+# millisecond or two each.
 for devices in (torch.cuda, torch.mtia, torch.xpu):
     devices.traceback = SimpleNamespace(format_stack=list)  # type: ignore[attr-defined]
 

@@ -2,18 +2,19 @@
 rounding.
 
 A graph is functional: nothing writes in place. Each node has its value of the evaluation in `meta["val"]`. A pass
-proves its change from these values. (`drop_ones` needs only dtypes, which `make_fx` records.)
+proves its change from these values.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch.fx import Graph, GraphModule, Node
+from torch.fx import Graph, Node
 from torch.fx.node import map_arg
+from torch.utils._pytree import tree_leaves
 
 aten = torch.ops.aten
 
@@ -57,28 +58,53 @@ _METHODS: dict[Any, str] = {
 
 
 @torch.no_grad()
-def propagate_values(module: GraphModule, inputs: Sequence[Tensor]) -> None:
-    """Run the graph once, and keep the value of every node."""
-    values = iter(inputs)
-    for node in module.graph.nodes:
-        if node.op == "placeholder":
-            node.meta["val"] = next(values)
-        elif node.op == "get_attr":
-            node.meta["val"] = getattr(module, node.target)
-        elif node.op == "call_function":
-            args, kwargs = map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
-            node.meta["val"] = node.target(*args, **kwargs)
+def propagate_values(graph: Graph) -> None:
+    """Evaluate views, changed operations, and operations whose operands have changed their layout in memory.
+
+    The passes read only layouts, and a value with an unchanged layout stays. So most operations are not run again.
+    """
+    for node in _calls(graph):
+        args, kwargs = map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
+        cause = _cause_of(node, args, kwargs)
+        is_view, function = _is_view(node), cast("Callable[..., Any]", node.target)
+        if cause == node.meta.get("cause") and not is_view:
+            continue
+        node.meta["cause"] = cause
+        value, old = function(*args, **kwargs), node.meta.get("val")
+        if old is None or is_view or _layouts(value) != _layouts(old):
+            node.meta["val"] = value
 
 
-def simplify(module: GraphModule, inputs: Sequence[Tensor]) -> None:
-    """Apply the passes that keep the graph one of torch's own operations. It stays evaluated, at `inputs`."""
-    fold_constants(module.graph)
-    shorten_views(module.graph)
+def note_causes(graph: Graph) -> None:
+    """Note for every evaluated operation what its layout comes from (see `propagate_values`)."""
+    for node in _calls(graph):
+        node.meta["cause"] = _cause_of(node, *map_arg((node.args, node.kwargs), lambda n: n.meta["val"]))
+
+
+def _cause_of(node: Node, args: Any, kwargs: Any) -> tuple[Any, ...]:
+    """Return what the layout of a value depends on."""
+    return node.target, _layouts((args, kwargs))
+
+
+def _layouts(values: Any) -> list[Any]:
+    return [layout_of(x) if isinstance(x, Tensor) else x for x in tree_leaves(values)]
+
+
+def _is_view(node: Node) -> bool:
+    """Return True if the value may share the memory of an operand."""
+    schema = getattr(node.target, "_schema", None)
+    return schema is None or node.target in _RESHAPES or any(r.alias_info is not None for r in schema.returns)
+
+
+def simplify(graph: Graph) -> None:
+    """Apply the passes that keep the graph one of torch's own operations. It stays evaluated."""
+    fold_constants(graph)
+    shorten_views(graph)
     for change in (turn_products, fuse_biases):  # other strides
-        if change(module.graph):
-            propagate_values(module, inputs)
-            shorten_views(module.graph)
-    module.graph.eliminate_dead_code()
+        if change(graph):
+            propagate_values(graph)
+            shorten_views(graph)
+    graph.eliminate_dead_code()
 
 
 def fold_constants(graph: Graph) -> None:
@@ -99,8 +125,9 @@ def fold_constants(graph: Graph) -> None:
         count += 1
 
 
-def drop_ones(graph: Graph) -> None:
-    """Leave out multiplications by one."""
+def drop_ones(graph: Graph) -> bool:
+    """Leave out multiplications by one, and return True if the graph changed."""
+    is_changed = False
     for node in _calls(graph):
         if node.target not in _SCALINGS or type(arguments(node)[1]) not in (int, float) or arguments(node)[1] != 1:
             continue
@@ -108,6 +135,8 @@ def drop_ones(graph: Graph) -> None:
             for user in node.users:
                 user.target = aten.reshape.default if user.target in _RESHAPES else user.target
             _replace(node, arguments(node)[0])
+            is_changed = True
+    return is_changed
 
 
 def shorten_views(graph: Graph) -> None:
@@ -250,7 +279,11 @@ def _sources(node: Node) -> list[Node]:
 
 
 def _geometry(node: Node) -> tuple[object, ...]:
-    t = node.meta["val"]
+    return layout_of(node.meta["val"])
+
+
+def layout_of(t: Tensor) -> tuple[object, ...]:
+    """Return what two tensors share if one may stand for the other, values aside."""
     return (t.storage_offset(), t.shape, t.stride(), t.dtype, t.is_conj(), t.is_neg())
 
 

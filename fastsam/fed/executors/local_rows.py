@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from fastsam.fed.common.transfer import to_device
+from fastsam.fed.executors import directions
 from fastsam.fed.executors.gradient_passes import Gradients
 from fastsam.fed.executors.row_memory import RowMemory
 from fastsam.fed.executors.task import Task, optimizer_states_of, vectors_of
@@ -32,8 +33,6 @@ from fastsam.fed.update.pilot import Pilot
 from fastsam.fed.update.variant import StepVariant
 from fastsam.step import set_gsam_coefficients_
 from fastsam_kernels.hparams import HParam
-
-_MIN_NORM = 1e-12  # norm of a drift that is divided by: a weight that has not moved is not perturbed
 
 # A forward and backward pass on a batch: function of x, y, and whether it is the second pass of a step, at perturbed
 # weights. It returns the losses and the gradients.
@@ -310,15 +309,15 @@ class LocalRows:
         assert self.w is not None
         grads, table, variant = first.tensors, first.table, self.variant
         if variant.direction is Direction.GRADIENT_PLUS:
-            grads = self._sum_directions(first)
+            grads = directions.sum_directions(self, first)
         weights = [self.w] if variant.direction is Direction.ADAPTIVE_GRADIENT else []
         if variant.has_rho_scale:
-            grads = self._times(grads, first, self.vectors["rho_scale"].sign())
+            grads = directions.multiply(self, grads, first, self.vectors["rho_scale"].sign())
         self.kernels.norm_(self.sumsq, grads, weights, table, self.hparams)
         if variant.direction is Direction.GRADIENT_BY_DRIFT:
-            grads = self._by_drift(first)
+            grads = directions.scale_by_drift(self, first)
         if variant.has_rho_scale:
-            grads = self._times(grads, first, self.vectors["rho_scale"])
+            grads = directions.multiply(self, grads, first, self.vectors["rho_scale"])
         self.kernels.perturb_([self.z], self.w, grads, table, self.hparams, self.sumsq, False)
         if variant.anchor_weight:
             self.z.lerp_(self.vectors["anchor"], variant.anchor_weight)
@@ -327,7 +326,7 @@ class LocalRows:
         """Set `z = w + eps` along `k*e + drift*(w - w^t)` in step k, before any gradient. The field "path" is k*e."""
         assert self.w is not None  # set_variant() allocated it
         path = self.field("path")
-        self._perturb_along([self.z], self.w, self._add_drift(path))
+        self._perturb_along([self.z], self.w, directions.add_drift(self, path))
         path.add_(self.vectors["direction_vector"])
 
     def _perturb_along(self, z: list[Tensor], w: Tensor, d: Tensor) -> None:
@@ -341,49 +340,6 @@ class LocalRows:
             d.mul_(scale)
         self.kernels.perturb_(z, w, [d], table, self.hparams, self.sumsq, False)
 
-    def _add_drift(self, e: Tensor) -> Tensor:
-        """Return `e + drift*(w - w^t)`, in the field "direction"."""
-        d = self.field("direction")
-        if not self.variant.drift_weight:
-            return d.copy_(e)
-        assert self.w is not None
-        torch.sub(self.w, self.field("origin"), out=d)
-        return d.mul_(self.variant.drift_weight).add_(e)
-
-    def _sum_directions(self, first: Gradients) -> list[Tensor]:
-        """Return the first gradients plus the other parts of the direction, by parameter."""
-        d = self._add_drift(self.vectors["direction_vector"])
-        if self.variant.uses_last_gradient:
-            d.add_(self.field("last"))
-        views = self._like(first, d)
-        torch._foreach_add_(views, first.tensors)
-        return views
-
-    def _by_drift(self, first: Gradients) -> list[Tensor]:
-        """Return the first gradients times `|w - w^t|`, of each parameter over its norms along the first dimension."""
-        assert self.w is not None
-        d = torch.sub(self.w, self.field("origin"), out=self.field("direction")).abs_()
-        for view in self.layout.views(d):  # [rows, *shape]
-            far = view if view.dim() > 1 else view.unsqueeze(1)
-            far.div_(torch.linalg.vector_norm(far, dim=1, keepdim=True).clamp_(min=_MIN_NORM))
-        views = self._like(first, d)
-        torch._foreach_mul_(views, first.tensors)
-        return views
-
-    def _times(self, d: Sequence[Tensor], first: Gradients, factors: Tensor) -> list[Tensor]:
-        """Return a direction by parameter, like the first gradients, times a row of factors, in the field
-        "direction"."""
-        views = self._like(first, self.field("direction"))
-        for out, part, factor in zip(views, d, self._like(first, factors), strict=True):
-            torch.mul(part, factor, out=out)
-        return views
-
-    def _like(self, grads: Gradients, field: Tensor) -> list[Tensor]:
-        """Return views of a field, one for each of the gradients and shaped like it. A single row's views have no
-        dimension for the rows."""
-        views = self.layout.views(field)
-        return [views[i].view_as(g) for i, g in zip(grads.slots, grads.tensors, strict=True)]
-
     def update(self, grads: Gradients, first: Gradients | None) -> None:
         """Update `z`, and `w` if the steps have it."""
         g1 = None if self._prepare is None else self._prepare(self, grads, first)
@@ -395,7 +351,7 @@ class LocalRows:
             self._add_step_offset()
 
     def _add_step_offset(self) -> None:
-        """Add `-lr*u` to the weights."""
+        """Add `-lr*o` to the weights."""
         rate = self.hparams[:, :, HParam.LR].to(self.z.dtype)
         for weights in (self.z,) if self.w is None else (self.z, self.w):
             weights.addcmul_(self.vectors["step_offset"], rate, value=-1)
@@ -415,7 +371,7 @@ class LocalRows:
         else:
             self._restore_unused(grads, first)
         if self.variant.uses_last_gradient:
-            torch._foreach_copy_(self._like(grads, self.field("last")), grads.tensors)
+            torch._foreach_copy_(directions.views_like(self, grads, self.field("last")), grads.tensors)
         g1 = first.like(grads) if first is not None and self.variant.keeps_first else None
         if self.variant.surrogate and g1:
             self.kernels.inner_(self.inner, g1, grads.tensors, grads.table)

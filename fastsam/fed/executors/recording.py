@@ -1,5 +1,5 @@
-"""A recording of one pass of stacked clients as a graph of torch's operations, by `make_fx` below autograd and vmap,
-and a check of the Python state that it may have changed."""
+"""A recording of one pass of stacked clients as a graph of torch's operations, below autograd and vmap, and a check of
+the Python state that it may have changed."""
 
 from __future__ import annotations
 
@@ -12,15 +12,11 @@ import torch
 from torch import Tensor, nn
 from torch.func import functionalize
 from torch.fx import Node
-from torch.fx.experimental.proxy_tensor import make_fx
 
 from fastsam.fed.executors import graph_passes
+from fastsam.fed.executors.graph_recorder import CannotRecordError, record
 
 _PLAIN = (int, float, complex, str, bytes, bool, type(None))
-
-
-class CannotRecordError(RuntimeError):
-    """The pass cannot be replayed as a graph of operations; the message says why."""
 
 
 class Recording:
@@ -34,8 +30,7 @@ class Recording:
         outputs: its results.
 
     Raises:
-        CannotRecordError: it cannot be recorded. Errors of `make_fx`, for a pass that reads values, are raised as
-            they are.
+        CannotRecordError: it cannot be recorded.
     """
 
     def __init__(
@@ -54,12 +49,13 @@ class Recording:
             return (losses, *(g for g in grads if g is not None))
 
         self.inputs = [*(w.detach() for w in weights), x.clone(), y.clone()]  # which the model may write
-        self.module = make_fx(flat)(*self.inputs)
+        self.module = record(flat, self.inputs)
         if any(map(_writes, self.module.graph.nodes)):
             with torch.no_grad():
-                self.module = make_fx(functionalize(self.module))(*self.inputs)
-        graph_passes.drop_ones(self.module.graph)
-        graph_passes.propagate_values(self.module, self.inputs)
+                self.module = record(functionalize(self.module), self.inputs)
+        graph_passes.note_causes(self.module.graph)
+        if graph_passes.drop_ones(self.module.graph):
+            graph_passes.propagate_values(self.module.graph)
         self._check()
         self.outputs: list[Tensor] = [node.meta["val"] for node in graph_passes.outputs(self.module.graph)]
 
@@ -69,7 +65,7 @@ class Recording:
             is_known = isinstance(node.target, torch._ops.OpOverload) or node.target is operator.getitem
             if node.op == "call_function" and not is_known:
                 raise CannotRecordError(f"it calls {node.target}, which is not an operation on tensors")
-            if node.op == "call_function" and torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
+            if node.op == "call_function" and _draws(node):
                 raise CannotRecordError(f"it draws random numbers ({node.target})")
             if _writes(node):
                 raise CannotRecordError(f"it writes into memory that is read elsewhere ({node.target})")
@@ -79,6 +75,15 @@ class Recording:
             raise CannotRecordError("it reads the memory of weights or batches by another way than its inputs")
         if any(n in attributes for n in graph_passes.outputs(self.module.graph)):
             raise CannotRecordError("its losses or gradients come from operations that were not recorded")
+
+
+def _draws(node: Node) -> bool:
+    """Return True for an operation that draws random numbers. Attention without dropout draws none."""
+    if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
+        return False
+    names = [argument.name for argument in node.target._schema.arguments]  # type: ignore[union-attr]
+    values = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
+    return "dropout_p" not in names or values.get("dropout_p", 0.0) != 0
 
 
 def _writes(node: Node) -> bool:

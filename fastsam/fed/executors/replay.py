@@ -1,7 +1,7 @@
 """Passes of stacked clients without the model's Python: recorded once per shape as a graph of torch's operations, and
 run from the graph.
 
-`make_fx` records below autograd and vmap, so the part of torch above an operation (most of a small model's pass)
+`graph_recorder` records below autograd and vmap, so the part of torch above an operation (most of a small model's pass)
 happens once. The graph is run as it is or as a row program, which is recorded on two rows and serves any number of
 rows.
 
@@ -47,11 +47,13 @@ class Pass:
         function: the replayed pass, or None for the plain way.
         slots: indices of the parameters that have a gradient.
         uses: number of compared passes.
+        first_results: results of the first pass, which the recording has computed.
     """
 
     function: Function | None = None
     slots: tuple[int, ...] = ()
     uses: int = 0
+    first_results: Sequence[Tensor] | None = None
 
 
 class Replays:
@@ -90,6 +92,9 @@ class Replays:
         replay = None if self.reason is not None else self._pass_of(weights, x, y)
         if replay is None or replay.function is None:
             return None
+        if replay.first_results is not None:
+            (losses, *grads), replay.first_results, replay.uses = replay.first_results, None, 1
+            return losses, grads, replay.slots
         with torch.no_grad():
             losses, *grads = replay.function(*weights, x, y)
         if replay.uses < 2 and not self._compare(replay, weights, x, y, losses, grads):
@@ -152,8 +157,9 @@ class Replays:
         replay, recording = Pass(), self._make_recording(weights, x, y)
         if recording is not None:
             function = self._function(recording, rowwise)
-            if function is not None and self._repeats(recording, function):
-                replay = Pass(function, recording.slots)
+            results = None if function is None else self._replay(recording, function)
+            if results is not None:
+                replay = Pass(function, recording.slots, first_results=None if rowwise else results)
         self._passes[key] = replay
         if len(self._passes) > self.max_shapes:
             self._passes.popitem(last=False)
@@ -164,7 +170,7 @@ class Replays:
         old_state = python_state(self.module)
         try:
             recording = Recording(self.plain, weights, x, y)
-            graph_passes.simplify(recording.module, recording.inputs)
+            graph_passes.simplify(recording.module.graph)
         except Exception as error:  # an error of the model itself comes again, from the plain pass
             kind = "" if isinstance(error, CannotRecordError) else f"{type(error).__name__}: "
             self._log(f"{kind}{str(error).strip().partition(chr(10))[0]}")
@@ -193,15 +199,16 @@ class Replays:
 
     # --- what is compared ---
 
-    def _repeats(self, recording: Recording, function: Function) -> bool:
-        """Return True if the function returns the recorded results."""
+    def _replay(self, recording: Recording, function: Function) -> Sequence[Tensor] | None:
+        """Return the results of the function at the inputs of the recording, or None if they differ from its
+        results."""
         losses, *grads = recording.outputs
         with torch.no_grad():
-            replayed_losses, *replayed_grads = function(*recording.inputs)
-        is_equal = agree(losses, grads, replayed_losses, replayed_grads)
-        if not is_equal:
-            self._log("the replay of a pass gives other losses or gradients")
-        return is_equal
+            results = replayed_losses, *replayed_grads = function(*recording.inputs)
+        if agree(losses, grads, replayed_losses, replayed_grads):
+            return results
+        self._log("the replay of a pass gives other losses or gradients")
+        return None
 
     def _compare(
         self, replay: Pass, weights: list[Tensor], x: Tensor, y: Tensor, losses: Tensor, grads: list[Tensor]

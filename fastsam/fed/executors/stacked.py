@@ -16,7 +16,7 @@ from torch.func import vmap
 from fastsam import ops
 from fastsam.arena import Layout, Segment
 from fastsam.fed.clients.population import Loss
-from fastsam.fed.executors import rowprograms
+from fastsam.fed.executors import rowprograms, stacked_attention
 from fastsam.fed.executors.base import refusal
 from fastsam.fed.executors.gradient_passes import Gradients, Passes, check_scalar
 from fastsam.fed.executors.graph_passes import copy_with_strides
@@ -74,6 +74,7 @@ class StackedPasses:
         # of a process.
         import torch._dynamo  # noqa: F401
 
+        stacked_attention.register()
         self.module, self.layout, self.classifies = replica.module, layout, _is_cross_entropy(setup.loss)
         self.places = [_places(replica.module, p) for p in replica.parameters]
         self.parameters = replica.parameters

@@ -9,7 +9,7 @@ In one client and one round (w^t is the global model that the client received):
     mu <- mu + (eps - s)/alpha                    FedSMOO only
     g2  = gradient at w + eps, or at (1 - c)*(w + eps) + c*anchor; without a direction g2 = g1
     v   = a*g2 + b*g1 + q
-    w  <- w - lr * (sig*v + (weight_decay + phi)*w + u)    with SGD; another optimizer has its own step of v, and u
+    w  <- w - lr * (sig*v + (weight_decay + phi)*w + o)    with SGD; another optimizer has its own step of v, and o
 
     letter  field of LocalUpdate       letter  field of LocalUpdate
     q       gradient_offset            mu      dual
@@ -17,7 +17,7 @@ In one client and one round (w^t is the global model that the client received):
     s       server_perturbation        b       clean_weight
     alpha   penalty                    phi     proximal_coefficient
     m       drift_weight               c       anchor_weight
-    u       step_offset
+    o       step_offset
 
 An algorithm chooses the constants, and an executor takes the steps. `Direction` and `GradCoefficients` are shared with
 `FusedSAM` (`fastsam.step`). The arithmetic is in `fastsam_kernels.reference`. Clipping (`sig`), weight decay and
@@ -119,7 +119,7 @@ class LocalUpdate:
             also `{}`, the results have the fields at the end (`ClientResults.optimizer_state`).
         second_moment_steps: number of earlier steps whose gradients are in the second moments that `optimizer_state`
             has. Adam's bias correction of second moments counts these steps too.
-        step_offset: u, a constant that is added to the step of all weights, outside of the optimizer and of clipping.
+        step_offset: o, a constant that is added to the step of all weights, outside of the optimizer and of clipping.
 
     Raises:
         ValueError: a number is not finite, the radius is negative, or the direction lacks a vector or does not use one.

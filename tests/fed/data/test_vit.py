@@ -147,7 +147,6 @@ def train(executor: str, **options: float) -> fed.Result:
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:There is a performance drop")  # attention under vmap on the CPU
 def test_its_attention_in_federated_rounds_on_every_executor(two_layers: None) -> None:
     run_1, *other_runs = (train(executor) for executor in ("sequential", "threads", "vmap"))
     start = models.build("vit_b_32", (3, 64, 64), 5, 0)

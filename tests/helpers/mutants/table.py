@@ -181,9 +181,9 @@ algorithms.fedsol FedSOL.train_client: first_objective=partial(self.proximal_div
 algorithms.fedsol FedSOL.local_update: Direction.GRADIENT_BY_DRIFT => Direction.GRADIENT @ fedsol
 executors.gradient_passes Passes.run_objective: check_scalar(objective(outputs)) => loss + objective(outputs) @ fedsol
 executors.client_trainer ClientTrainer.run_pass: self.penalty is None => True @ fedgmt
-executors.local_rows LocalRows._by_drift: torch.sub(self.w, self.field('origin'), out=self.field('direction')).abs_() =>
-    torch.sub(self.w, self.field('origin'), out=self.field('direction')) @ fedsol
-executors.local_rows LocalRows._by_drift: torch.linalg.vector_norm(far, dim=1, keepdim=True) =>
+executors.directions scale_by_drift: torch.sub(rows.w, rows.field('origin'), out=rows.field('direction')).abs_() =>
+    torch.sub(rows.w, rows.field('origin'), out=rows.field('direction')) @ fedsol
+executors.directions scale_by_drift: torch.linalg.vector_norm(far, dim=1, keepdim=True) =>
     torch.linalg.vector_norm(far, dim=-1, keepdim=True) @ fedsol
 # MOON
 algorithms.moon MOON.contrast: s_old - s => s - s_old @ moon
@@ -214,7 +214,7 @@ algorithms.fedwmsam FedWMSAM.step_server: (1 + aggregate.mean('cos')).clamp(MIN_
     1 + aggregate.mean('cos') @ fedwmsam
 algorithms.fedwmsam FedWMSAM.step_server: (1 - self.alpha_rate) * server['alpha'] => server['alpha'] @ fedwmsam
 executors.local_rows LocalRows.perturb_along_path: path.add_(self.vectors['direction_vector']) => pass @ fedwmsam
-executors.local_rows LocalRows._add_drift: d.mul_(self.variant.drift_weight) => d @ fedwmsam
+executors.directions add_drift: d.mul_(rows.variant.drift_weight) => d @ fedwmsam
 # FedTOGA
 algorithms.fedtoga FedTOGA.local_update: self.kappa * D => D @ fedtoga
 algorithms.fedtoga FedTOGA.local_update: self.beta * D => D @ fedtoga
