@@ -98,8 +98,10 @@ class FedSMOO(Algorithm):
         return {**self.base.init_client(server), "mu_i": torch.zeros_like(server["w"])}
 
     def local_update(self, server: State, client: State, round: Round) -> LocalUpdate:
+        update = self.base.local_update(server, client, round)
+        assert isinstance(update, LocalUpdate)
         return replace(
-            self.base.local_update(server, client, round),
+            update,
             direction=Direction.GRADIENT_MINUS_DUAL,
             rho=value_at("rho", self.rho, round),
             dual=client["mu_i"],
