@@ -42,22 +42,22 @@ class Node:
 Edge = tuple[str, str, str]  # from, to, label
 
 EXECUTORS: Mapping[str, Node] = {
-    "random": Node(3.4, 4, "Does the model draw random numbers\n(dropout)?"),
-    "threads 1": Node(0.9, 3, "threads on a CPU,\notherwise sequential", True),
     "gpu": Node(4.6, 3, "Is there a GPU?"),
-    "dense cpu": Node(2.7, 2, "Dense model, up to 2^16 parameters\n(2^20 as row programs),\nmany small clients?"),
-    "dense gpu": Node(6.6, 2, "Many clients, and a dense model up to\n2^20 parameters or a CNN up to 2^18?"),
+    "dense cpu": Node(2.7, 2, "Dense model without dropout,\nup to 2^16 parameters\n(2^20 as row programs)?"),
+    "dense gpu": Node(
+        6.6, 2, "Without dropout, a dense model up to 2^20\nparameters, or many clients and a CNN up to 2^18?"
+    ),
     "vmap cpu": Node(0.9, 1, "vmap", True),
     "cores": Node(3.4, 1, "Several cores?"),
     "vmap gpu": Node(5.5, 1, "vmap", True),
-    "host": Node(7.6, 1, "Does a pass read values\non the host?"),
+    "host": Node(7.6, 1, "Does a pass read values on the\nhost, or is there a client loop?"),
     "threads": Node(2.5, 0, "threads", True),
     "sequential": Node(4.2, 0, "sequential", True),
     "streams": Node(6.5, 0, "streams", True),
     "graph": Node(8.4, 0, "graph", True),
 }
 EXECUTOR_EDGES: Sequence[Edge] = (
-    ("random", "threads 1", "yes"), ("random", "gpu", "no"), ("gpu", "dense cpu", "no"), ("gpu", "dense gpu", "yes"),
+    ("gpu", "dense cpu", "no"), ("gpu", "dense gpu", "yes"),
     ("dense cpu", "vmap cpu", "yes"), ("dense cpu", "cores", "no"), ("cores", "threads", "yes"),
     ("cores", "sequential", "no"), ("dense gpu", "vmap gpu", "yes"), ("dense gpu", "host", "no"),
     ("host", "streams", "yes"), ("host", "graph", "no"),
@@ -194,7 +194,7 @@ DIAGRAMS = {
     "sam_step.svg": draw_sam_step,
     "local_update.svg": lambda: draw_chain(STEP, "next batch"),
     "round.svg": lambda: draw_chain(ROUND, "next round"),
-    "executors.svg": lambda: draw_tree(EXECUTORS, EXECUTOR_EDGES, (9.2, 4.6)),
+    "executors.svg": lambda: draw_tree(EXECUTORS, EXECUTOR_EDGES, (9.2, 3.7)),
     "memory_tree.svg": lambda: draw_tree(MEMORY, MEMORY_EDGES, (9.6, 3.6)),
 }
 
