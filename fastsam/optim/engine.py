@@ -188,10 +188,11 @@ class Engine(ParamTracker):
             self._update_fused(calls, scales, found_inf)
 
     def _update_fused(self, calls: Sequence[BucketGrads], scales: LossScales, found_inf: Tensor | None) -> None:
-        is_perturbed = self.plan.perturbs_every_step or self.perturbs
+        uses_combiner, perturbs_every_step = self.plan.uses_combiner, self.plan.perturbs_every_step
+        is_perturbed = perturbs_every_step or self.perturbs
         if not is_perturbed:
             self._begin_unperturbed(calls)
-        if self.plan.uses_combiner:
+        if uses_combiner:
             _check_not_freed(calls)
             if is_perturbed:
                 inputs = self.combiner.combine(self._hparams, calls, self._sum, scales, found_inf)
@@ -205,11 +206,11 @@ class Engine(ParamTracker):
         afterwards: list[partial[Any]] = []
         for update, (_, selection, grads) in zip(self._updates, inputs.calls):  # noqa: B905  (`strict` would cost time)
             ready += update.prepare(selection, grads, self._hparams.specs, self.base.state, inputs, afterwards)
-        if self.plan.uses_combiner:
+        if uses_combiner:
             ready += inputs.calls_after
             if is_perturbed:
                 ready += self.combiner.unit_calls(scales.g1)
-        if not self.plan.perturbs_every_step:
+        if not perturbs_every_step:
             ready += self._post_update_calls(inputs.calls, inputs.found_inf)
         ready += afterwards
         if torch.compiler.is_compiling():  # which unrolls loops, and calls no C function on functions
