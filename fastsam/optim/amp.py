@@ -79,13 +79,13 @@ class GradScalerTracker:
         return self.saved_scale if scaler is None else scaler._scale  # there is no way to ask that does not wait
 
 
-def forget_scales(optimizer: Any) -> None:
+def forget_scales(optimizer: object) -> None:
     """Remove the attributes of a GradScaler, which removes them itself only after a step that succeeded."""
     for name in ("grad_scale", "found_inf"):
         optimizer.__dict__.pop(name, None)
 
 
-def check_no_closure(optimizer: Any, one_pass: bool = False) -> None:
+def check_no_closure(optimizer: object, one_pass: bool = False) -> None:
     """Raise RuntimeError if a GradScaler makes this step."""
     if hasattr(optimizer, "grad_scale"):
         forget_scales(optimizer)

@@ -18,7 +18,7 @@ from fastsam.optim.hparams import LossScales
 from fastsam.optim.param_tracking import ParamTracker, WeightState
 from fastsam.optim.selection import Selection
 from fastsam.optim.sharded import all_reduced
-from fastsam.optim.state_dict_format import STEPS
+from fastsam.optim.state_dict_format import STEPS, CheckedState
 from fastsam.optim.step_plan import plan_of
 from fastsam.optim.update import UpdateInputs, rule_of
 from fastsam.optim.variants.sam import SAM
@@ -188,10 +188,11 @@ class Engine(ParamTracker):
             self._update_fused(calls, scales, found_inf)
 
     def _update_fused(self, calls: Sequence[BucketGrads], scales: LossScales, found_inf: Tensor | None) -> None:
-        is_perturbed = self.plan.perturbs_every_step or self.perturbs
+        uses_combiner, perturbs_every_step = self.plan.uses_combiner, self.plan.perturbs_every_step
+        is_perturbed = perturbs_every_step or self.perturbs
         if not is_perturbed:
             self._begin_unperturbed(calls)
-        if self.plan.uses_combiner:
+        if uses_combiner:
             _check_not_freed(calls)
             if is_perturbed:
                 inputs = self.combiner.combine(self._hparams, calls, self._sum, scales, found_inf)
@@ -205,11 +206,11 @@ class Engine(ParamTracker):
         afterwards: list[partial[Any]] = []
         for update, (_, selection, grads) in zip(self._updates, inputs.calls):  # noqa: B905  (`strict` would cost time)
             ready += update.prepare(selection, grads, self._hparams.specs, self.base.state, inputs, afterwards)
-        if self.plan.uses_combiner:
+        if uses_combiner:
             ready += inputs.calls_after
             if is_perturbed:
                 ready += self.combiner.unit_calls(scales.g1)
-        if not self.plan.perturbs_every_step:
+        if not perturbs_every_step:
             ready += self._post_update_calls(inputs.calls, inputs.found_inf)
         ready += afterwards
         if torch.compiler.is_compiling():  # which unrolls loops, and calls no C function on functions
@@ -345,6 +346,30 @@ class Engine(ParamTracker):
         if self.combiner.unit is not None:
             numbers["unit"] = float(self.combiner.unit)
         return numbers
+
+    # --- states ---
+
+    def facts(self) -> dict[str, Any]:
+        """Return the entry "fastsam" of a state dict, without the scale of a GradScaler."""
+        facts: dict[str, Any] = {"perturbed": self.weight_state is not WeightState.ORIGINAL}
+        facts |= {"variant": type(self.variant).__name__, **self.numbers()}
+        if (numbers := self.uninitialized_numbers()) is not None:
+            facts["left_out"] = numbers
+        return facts
+
+    def load_checked(self, state: CheckedState) -> None:
+        """Take over a state dict, after the base optimizer has its state and its groups."""
+        self.load(state.weights, state.is_perturbed, state.uninitialized_numbers)
+        self.perturbations.fill_(state.perturbations)
+        self.steps, self.combiner.unit = state.steps, state.unit
+
+    def pickle(self) -> dict[str, Any]:
+        more = {"stochastic_rounding": self.stochastic_rounding, "steps": self.steps, "unit": self.combiner.unit}
+        return {**super().pickle(), **more, "training": self.training}
+
+    def unpickle(self, state: dict[str, Any]) -> None:
+        super().unpickle(state)
+        self.steps, self.combiner.unit, self.training = state["steps"], state["unit"], state["training"]
 
 
 def _perturbed_subset(moves: Sequence[bool], bucket: Bucket, part: Selection, grads: list[Tensor]) -> BucketGrads:

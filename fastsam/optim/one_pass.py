@@ -20,7 +20,7 @@ from fastsam.optim.grad_combination import c_call
 from fastsam.optim.hparams import LossScales
 from fastsam.optim.param_tracking import WeightState
 from fastsam.optim.selection import Selection
-from fastsam.optim.state_dict_format import Weights
+from fastsam.optim.state_dict_format import CheckedState, Weights
 from fastsam.optim.update import Group, rule_of
 from fastsam.optim.variants.sam import SAM, OnePassDirection, VariantState
 
@@ -213,6 +213,13 @@ class OnePass(Engine):
     def load(self, weights: Weights, is_perturbed: bool, uninitialized_numbers: Sequence[int] | None) -> None:
         super().load(weights, is_perturbed, uninitialized_numbers)
         self._last_perturbation, self._versions = [], None
+
+    def facts(self) -> dict[str, Any]:
+        return {**super().facts(), "training": self.training}
+
+    def load_checked(self, state: CheckedState) -> None:
+        super().load_checked(state)
+        self.training = state.training
 
 
 def make_engine(base: Optimizer, backend: str, stochastic_rounding: bool, exclusive: bool, variant: SAM) -> Engine:

@@ -283,6 +283,30 @@ class ParamTracker:
             None if uninitialized_numbers is None else [params[i] for i in uninitialized_numbers]
         )
 
+    def pickle(self) -> dict[str, Any]:
+        """Return what a copy or a pickle has of this engine, in addition to the base optimizer."""
+        weights = self.copy_weights()
+        return {
+            "max_grad_norm": self.max_grad_norm,
+            "backend": self.backend,
+            "exclusive": self.exclusive,
+            "in_backward": self.in_backward is not None,
+            "variant": self.variant,
+            "perturbations": self.perturbations.clone(),
+            "perturbed": self.weight_state is not WeightState.ORIGINAL,
+            "saved": [weights.get(p) for p in parameters_of(self.base.param_groups)],
+            "left_out": self.uninitialized_numbers(),
+        }
+
+    def unpickle(self, state: dict[str, Any]) -> None:
+        """Take over the result of `pickle`."""
+        self.in_backward = InBackwardHooks() if state["in_backward"] else None
+        self.set_max_grad_norm(state.get("max_grad_norm"))  # older pickles have none
+        self.perturbations = state["perturbations"]
+        params = parameters_of(self.base.param_groups)
+        weights = {p: tensors for p, tensors in zip(params, state["saved"], strict=True) if tensors}
+        self.load(weights, state["perturbed"], state["left_out"])
+
     @torch._disable_dynamo
     def make_state(self) -> None:
         """Make the state of the base optimizer as it is before its first step, for parameters with a gradient."""

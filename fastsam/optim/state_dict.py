@@ -15,7 +15,6 @@ from torch.optim import Optimizer
 from fastsam.optim.amp import GradScalerTracker
 from fastsam.optim.base_optimizer import unhooked_step
 from fastsam.optim.grad_checks import AccumulationCheck, ClipCheck
-from fastsam.optim.in_backward import InBackwardHooks
 from fastsam.optim.one_pass import make_engine
 from fastsam.optim.param_groups import share_groups
 from fastsam.optim.param_tracking import WeightState
@@ -51,11 +50,7 @@ def make_state_dict(optimizer: Any) -> dict[str, Any]:
     is_perturbed = engine.weight_state is not WeightState.ORIGINAL
     if is_perturbed and called_by_checkpoint("_get_optim_state_dict"):
         raise RuntimeError(NOT_THERE.format("eval" if engine.one_pass else "restore"))
-    facts = {"perturbed": is_perturbed, "variant": type(engine.variant).__name__, **engine.numbers()}
-    if engine.one_pass:
-        facts["training"] = engine.training
-    if (uninitialized_numbers := engine.uninitialized_numbers()) is not None:
-        facts["left_out"] = uninitialized_numbers
+    facts = engine.facts()
     if engine.variant.state is VariantState.DIRECTION and optimizer._scaler_tracker.scale is not None:
         facts["scale"] = float(optimizer._scaler_tracker.scale)
     state_dict = pack(optimizer.base_optimizer.state_dict(), params, engine.copy_weights(), facts)
@@ -90,14 +85,10 @@ def load_state_dict(optimizer: Any, state_dict: dict[str, Any]) -> None:
         optimizer.state.update(state)
         for group, new in zip(optimizer.param_groups, new_state.groups, strict=True):
             group.update(new)
-    engine.load(new_state.weights, new_state.is_perturbed, new_state.uninitialized_numbers)
-    if engine.one_pass:
-        engine.training = new_state.training
-    elif new_state.is_perturbed:
+    engine.load_checked(new_state)
+    if new_state.is_perturbed and not engine.one_pass:
         optimizer._running_stats.freeze()
     optimizer._accumulation_check.reset()
-    engine.perturbations.fill_(new_state.perturbations)
-    engine.steps, engine.combiner.unit = new_state.steps, new_state.unit
     optimizer._scaler_tracker.saved_scale = new_state.scale
     for post_hook in optimizer._optimizer_load_state_dict_post_hooks.values():
         post_hook(optimizer)
@@ -107,29 +98,16 @@ def load_state_dict(optimizer: Any, state_dict: dict[str, Any]) -> None:
 
 def make_pickle(optimizer: Any) -> dict[str, Any]:
     """Return the state of a copy or a pickle of an optimizer."""
-    engine = optimizer._engine
     share_groups(optimizer)
-    weights = engine.copy_weights()
+    scale, running_stats = optimizer._scaler_tracker.scale, optimizer._running_stats
     return {
         **Optimizer.__getstate__(optimizer),
+        **optimizer._engine.pickle(),
         "base_optimizer": optimizer.base_optimizer,
         "check_finite": optimizer.skip_nonfinite,
-        "max_grad_norm": engine.max_grad_norm,
-        "backend": engine.backend,
-        "stochastic_rounding": engine.stochastic_rounding,
-        "exclusive": engine.exclusive,
-        "in_backward": engine.in_backward is not None,
-        "variant": engine.variant,
-        "steps": engine.steps,
-        "unit": engine.combiner.unit,
-        "training": engine.training,
-        "scale": None if optimizer._scaler_tracker.scale is None else optimizer._scaler_tracker.scale.clone(),
-        "model": optimizer._running_stats.modules,
-        "frozen": optimizer._running_stats.frozen,
-        "perturbations": engine.perturbations.clone(),
-        "perturbed": engine.weight_state is not WeightState.ORIGINAL,
-        "saved": [weights.get(p) for p in parameters_of(optimizer.param_groups)],
-        "left_out": engine.uninitialized_numbers(),
+        "scale": None if scale is None else scale.clone(),
+        "model": running_stats.modules,
+        "frozen": running_stats.frozen,
     }
 
 
@@ -138,21 +116,15 @@ def load_pickle(optimizer: Any, state: dict[str, Any]) -> None:
     of_torch = ("state", "param_groups", "defaults", "base_optimizer")
     Optimizer.__setstate__(optimizer, {name: state[name] for name in of_torch})
     optimizer.skip_nonfinite = state["check_finite"]
-    engine = optimizer._engine = make_engine(
+    share_groups(optimizer)
+    optimizer._engine = make_engine(
         optimizer.base_optimizer, state["backend"], state["stochastic_rounding"], state["exclusive"], state["variant"]
     )
-    engine.in_backward = InBackwardHooks() if state["in_backward"] else None
-    engine.set_max_grad_norm(state.get("max_grad_norm"))  # older pickles have none
-    engine.perturbations, engine.steps = state["perturbations"], state["steps"]
-    engine.combiner.unit, engine.training = state["unit"], state["training"]
+    optimizer._engine.unpickle(state)
     optimizer._running_stats = RunningStatsFreezer(state["model"], state["frozen"])
     optimizer._scaler_tracker = GradScalerTracker(state["scale"])
     optimizer._accumulation_check, optimizer._clip_check = AccumulationCheck(), ClipCheck()
     optimizer._accumulation_check.reset()
-    params = parameters_of(optimizer.param_groups)
-    weights = {p: tensors for p, tensors in zip(params, state["saved"], strict=True) if tensors}
-    engine.load(weights, state["perturbed"], state["left_out"])
-    share_groups(optimizer)
     optimizer._follow_modules()
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from fastsam.optim.variants.sam import SAM, OnePassDirection, VariantState
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class StepPlan:
     """The parts of a step of a variant, which are the same in every step and with every base optimizer.
 

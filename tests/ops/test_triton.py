@@ -129,6 +129,33 @@ def test_memory_of_uploads_is_used_again() -> None:
         assert of_length == 3 * first
 
 
+def test_memory_is_written_again_after_the_device_has_read_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU: the last upload has ended, and after an interrupt the memory is not used again."""
+    log: list[str] = []
+
+    class Event:
+        def synchronize(self) -> None:
+            log.append("wait")
+
+        def record(self, stream: str) -> None:
+            log.append(f"record on {stream}")
+
+    empty = torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *args, pin_memory, **options: empty(*args, **options))
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: f"the stream of {device}")
+    buffer, target = triton_staging._Buffer(torch.device("cuda", 1)), torch.zeros(2, dtype=torch.int64)
+    for numbers in ([1, 2], [3, 4]):
+        buffer.upload(tables.pack(numbers), target)
+        assert target.tolist() == numbers
+        assert log == ["wait", "record on the stream of cuda:1"]
+        log.clear()
+    assert buffer._memory is not None
+    with pytest.raises(RuntimeError, match="size"):
+        buffer.upload(tables.pack([5, 6]), torch.zeros(3, dtype=torch.int64))
+    assert buffer._memory is None
+
+
 def test_chunks_cover_every_element_once() -> None:
     table = torch.tensor([[0, 0, 0, 0], [16, 4096, 0, 1], [4112, 4097, 1, 2], [9000, 0, 0, 3], [9008, 1, 0, 4]])
     plan = tables._make_chunk_table(table, CPU_PLACE)
@@ -290,6 +317,37 @@ def test_a_captured_step_follows_the_schedule_and_the_gradients() -> None:
             step.hparams[..., HParam.LR] = 0.1 / (i + 1)
             for g in step.g1:
                 g.mul_(1.5)
+        graph.replay()
+        expected.run(reference, expected.params, expected.g1, expected.g2)
+    for a, b in zip(actual.params, expected.params, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+@needs_gpu
+def test_prepared_steps_leave_the_tables_of_a_graph() -> None:
+    """A graph that was captured between prepared steps reads its own gradients, whatever gradients come later."""
+    actual, expected, first = Step("cuda"), Step("cuda"), Step("cuda", seed=1)
+    first.run(triton_backend, first.params, first.g1, first.g2)  # compiles the kernels, which no capture may do
+    calls = triton_backend.direct_calls(actual.params, actual.backup, actual.table, actual.hparams)
+
+    def step(g1: list[Tensor], g2: list[Tensor]) -> None:
+        calls.norm_perturb_(g1, actual.sumsq, False)
+        for call in calls.update("sgd", [actual.momentum], None, g2, False, False):
+            call()
+        expected.run(reference, expected.params, g1, g2)
+
+    step(actual.g1, actual.g2)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        step([g * 2 for g in actual.g1], [g * 2 for g in actual.g2])
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        assert calls.is_watched()
+        actual.run(triton_backend, actual.params, actual.g1, actual.g2)
+    for factor in (3, 4):
+        step([g * factor for g in actual.g1], [g * factor for g in actual.g2])
         graph.replay()
         expected.run(reference, expected.params, expected.g1, expected.g2)
     for a, b in zip(actual.params, expected.params, strict=True):
