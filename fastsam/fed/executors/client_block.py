@@ -22,8 +22,7 @@ WeightedBatch = tuple[Tensor, Tensor, Sequence[float]]  # a batch of several cli
 
 
 class RowEnds(NamedTuple):
-    """What rows are away from their start, and the squared norm, of the rows of one native call; `place` is the first
-    row of a block."""
+    """The deltas and squared norms of the rows of one native call. `place` is the first row of a block."""
 
     deltas: Tensor
     squares: Tensor
