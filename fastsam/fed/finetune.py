@@ -23,6 +23,7 @@ from fastsam.fed.loop.evaluate import Evaluator
 from fastsam.fed.loop.run import NO_TEST_SET, log, run
 from fastsam.fed.loop.trial import try_model
 from fastsam.fed.rundir.result import Result
+from fastsam.fed.update.precision import with_precision
 
 
 def finetune(
@@ -80,14 +81,17 @@ def finetune(
         seed = seeds.derive(settings.seed, "finetune", i) % 2**31
         with _no_warning_of_test_sets():
             client_run = run(start, parameters, FedAvg(), seed=seed, collate=collate, **steps)
-        old_accuracy, new_accuracy = (evaluator.accuracy_of_client(one, i) for one in (start, client_run.model))
+        old_accuracy, new_accuracy = (
+            evaluator.accuracy_of_client(with_precision(one, settings.precision, weights.device), i)
+            for one in (start, client_run.model)
+        )
         accuracies.append({"client": i, "before": old_accuracy, "after": new_accuracy})
     return accuracies
 
 
 _REUSED = (
     *("batch_size", "drop_last", "shuffle", "momentum", "weight_decay", "clip_norm", "clip_scope"),
-    *("optimizer", "loss"),
+    *("optimizer", "loss", "precision"),
 )
 
 

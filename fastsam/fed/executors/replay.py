@@ -37,6 +37,7 @@ ROWS = 2  # rows of a recording for a row program, whose rows must not depend on
 # Largest relative errors of a loss, and of the norm of all gradients. A maximum or a kink that rounding moves
 # (max-pooling, ReLU) changes single elements of a gradient much more than rounding, but not the loss.
 _LOSS, _GRADIENT = {torch.float32: 1e-4, torch.float64: 1e-9}, 0.01
+BF16_LOSS = 0.01  # the same of passes in bfloat16
 
 
 @dataclass
@@ -236,12 +237,14 @@ def agree(
     other_losses: Tensor,
     other_grads: Sequence[Tensor],
     tolerance: float = _GRADIENT,
+    loss_tolerance: float | None = None,
 ) -> bool:
     """Return True if losses `[rows]` and gradients agree to rounding, or overflow, which shows nothing. `tolerance` is
-    the largest relative error of the norm of all gradients."""
+    the largest relative error of the norm of all gradients, `loss_tolerance` of a loss (None: by its dtype)."""
     norm = torch.stack([g.double().square().sum() for g in grads]).sum().sqrt() if grads else torch.zeros(())
     squares = torch.stack([(a - b).double().square().sum() for a, b in zip(grads, other_grads, strict=True)] or [norm])
     if not bool(norm.isfinite() & losses.isfinite().all()):
         return True
-    differs = ((losses - other_losses).abs() > _LOSS[losses.dtype] * losses.abs().clamp_min(1e-3)).any()
+    loss_tolerance = _LOSS[losses.dtype] if loss_tolerance is None else loss_tolerance
+    differs = ((losses - other_losses).abs() > loss_tolerance * losses.abs().clamp_min(1e-3)).any()
     return not bool(differs) and bool(squares.sum().sqrt() <= tolerance * norm)

@@ -21,7 +21,7 @@ from fastsam.fed.executors.base import refusal
 from fastsam.fed.executors.gradient_passes import Gradients, Passes, check_scalar
 from fastsam.fed.executors.graph_passes import copy_with_strides
 from fastsam.fed.executors.local_rows import LocalRows
-from fastsam.fed.executors.replay import Replays, agree
+from fastsam.fed.executors.replay import BF16_LOSS, Replays, agree
 from fastsam.fed.executors.row_memory import RowMemory
 from fastsam.fed.executors.stacked_lookups import StackedLookups
 from fastsam.fed.executors.task import Setup
@@ -240,13 +240,14 @@ def _trial(setup: Setup, x: Tensor, y: Tensor) -> str | None:
     x, y = (torch.stack(parts) for parts in zip(*batches, strict=True))
     losses, stacked_grads = StackedPasses(replica, layout, setup).plain(rows, x, y)
     plain = Passes(replica, layout, setup.loss)
+    loss_tolerance = BF16_LOSS if setup.options.precision == "bf16" else None
     for row, batch in enumerate(batches):
         replica.row.copy_(rows.z[row])
         loss, gradients = plain.run(*batch)
         if gradients.slots != stacked_grads.slots:
             return "a stacked step gives gradients to other parameters than a plain one"
         row_gradients = [g[row] for g in stacked_grads.tensors]
-        if not agree(loss, gradients.tensors, losses[row], row_gradients, _TRIAL_TOLERANCE):
+        if not agree(loss, gradients.tensors, losses[row], row_gradients, _TRIAL_TOLERANCE, loss_tolerance):
             return (
                 "a stacked step gives other losses or gradients than a plain one: the forward pass is not a function "
                 "of its inputs"

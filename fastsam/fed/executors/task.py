@@ -42,6 +42,7 @@ class LocalOptions:
         shuffle: use a new order in every epoch; otherwise the stored one.
         slots: number of clients that may train at once, None for the executor's choice.
         on_client_error: "exclude" excludes a client whose model or loss raises from the round.
+        precision: precision of passes; the model has it already (`update/precision.py`).
     """
 
     momentum: float = 0.0
@@ -57,6 +58,7 @@ class LocalOptions:
     seed: int = 0
     slots: int | None = None
     on_client_error: str = "raise"
+    precision: str | None = None
 
 
 STEP_OPTIONS = frozenset({"momentum", "weight_decay", "clip_norm", "clip_scope", "optimizer"})  # options of a step

@@ -36,6 +36,7 @@ from fastsam.fed.privacy.options import Privacy, privacy_of
 from fastsam.fed.stages.compression import TopK, compression_of
 from fastsam.fed.update.memory_format import FORMATS
 from fastsam.fed.update.parameter_layout import ParameterLayout
+from fastsam.fed.update.precision import PRECISIONS
 
 
 @dataclass(frozen=True)
@@ -120,6 +121,10 @@ class Settings:
     backend: str = option("auto", "backend of the kernels; `fastsam info` lists them", choices=backends.NAMES)
     executor: str = option("auto", "how the clients of a round are trained; auto: by a rule on model and device",
         choices=executors.names(), resumable=True)
+    precision: str | None = option(None,
+        "precision of training and evaluation: float32, tf32 (matrix products on NVIDIA GPUs), or bf16 (autocast; "
+        "weights and sums stay float32); none: as torch's flags are",
+        choices=PRECISIONS)
     slots: int | None = option(None, "number of clients that train at once; none: chosen by the executor", at_least=1,
         resumable=True)
     memory_format: str = option("auto", "order of 4-d weights in training; auto: by a rule on model and device",

@@ -46,6 +46,7 @@ from fastsam.fed.stages.compression import TopK
 from fastsam.fed.sums.ranks import join_ranks
 from fastsam.fed.update.memory_format import keep_freed, reorder
 from fastsam.fed.update.model_copy import check_model, export, trainable
+from fastsam.fed.update.precision import float32_flags, with_precision
 
 log = logging.getLogger("fastsam.fed")
 NO_TEST_SET = "there is no test set: the records' test_loss and test_accuracy are None. Pass test=(x, y)"
@@ -99,6 +100,7 @@ def run(
     device: torch.device | str | None = None,
     backend: str = "auto",
     executor: str = "auto",
+    precision: str | None = None,
     slots: int | None = None,
     memory_format: str = "auto",
     client_state: str = "auto",
@@ -166,8 +168,10 @@ def run(
         "backend": backend,
     }
     model_copy = reorder(model, settings.memory_format, place, stacked=executors.stacks(executor))
+    model_copy = with_precision(model_copy, settings.precision, place)
     keep_freed(place)
     with listeners, join_ranks() as ranks, repeatable(place), ExitStack() as stack, register_run() as registration:
+        stack.enter_context(float32_flags(settings.precision, place))
         with trials:
             trial = try_model(model_copy, population, loss, batch_size)
         registration.update(trial.draws is not None or population.clients.draws)
@@ -222,8 +226,8 @@ def _check_surroundings(run_dir: Any, resume: Any, collate: Any) -> None:
     """Raise ValueError for arguments and a state of torch that would fail only after the first round, or never."""
     if any(torch.is_autocast_enabled(kind) for kind in ("cpu", "cuda")):
         raise ValueError(
-            "fed.run was called inside torch.autocast, which keeps casts of weights that change. Put the region into "
-            "the model's forward()"
+            "fed.run was called inside torch.autocast, which keeps casts of weights that change. Pass "
+            "precision='bf16', or put the region into the model's forward()"
         )
     if run_dir is not None and (not isinstance(run_dir, (str, PathLike)) or run_dir == ""):
         raise ValueError(f"run_dir must be a path, got {run_dir!r}")

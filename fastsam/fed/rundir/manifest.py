@@ -31,6 +31,7 @@ _SINCE = {
     "compression": None,
     "optimizer": None,
     "optimizer_state": "reset",
+    "precision": None,
 }
 
 _RENAMED = {"validation": "client_test_split", "personal": "local_parameters"}  # options, since version 0.1.0
