@@ -249,7 +249,8 @@ def _make_addresses(content: list[int], segments: int, dtype: torch.dtype, place
 def upload_words(words: bytes, target: Tensor) -> None:
     """Write words into `target`, int64 on the device, in the order of the current stream. Not for captures."""
     if target.is_cuda:
-        _reserve.prepare(RESERVE // 2)
+        with _lock:
+            _reserve.prepare(RESERVE // 2)
     _staging.upload(words, target)
 
 
