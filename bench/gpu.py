@@ -47,7 +47,7 @@ OK, FAILED, TIMED_OUT, LEFT_OUT = "passed", "failed", "timed out", "left out"
 PYTEST = "python -m pytest -v -ra -o cache_dir=build/pytest-cache --continue-on-collection-errors"
 # The files with tests marked `gpu`. Every worker would import all other files too, for half a minute.
 GPU_TESTS = (
-    "tests/gpu tests/ops tests/optim tests/fed/executors/test_streams.py "
+    "tests/gpu tests/ops tests/optim tests/fed/executors/test_streams.py tests/fed/executors/test_capture.py "
     "tests/fed/executors/test_streams_models.py tests/fed/loop/test_client_state.py "
     "tests/fed/loop/test_client_state_store.py tests/fed/data/test_augment.py"
 )

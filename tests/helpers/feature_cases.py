@@ -134,7 +134,8 @@ METRICS: dict[str, dict[str, Callable[[Tensor, Tensor], Any]]] = {
     "spread": {"spread": lambda outputs, y: (outputs.max(1).values - outputs.min(1).values).mean()},
     "hits": {"hits": lambda outputs, y: (outputs.argmax(1) == y).double().sum()},
 }
-EXECUTORS = ("sequential", "threads", "vmap", "streams", "graph", "auto")
+ON_GPU = ("streams", "graph")  # executors that run on a stand-in for CUDA
+EXECUTORS = ("sequential", "threads", "vmap", *ON_GPU, "auto")
 VALUES: dict[str, tuple[Any, ...]] = {
     "model": tuple(MODELS), "loss": tuple(LOSSES), "algorithm": tuple(ALGORITHMS), "personal": (False, True),
     "compression": (False, True), "clip": (False, True), "metric": tuple(METRICS), "schedule": tuple(SCHEDULES),

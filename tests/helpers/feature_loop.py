@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from fastsam.fed.common import seeds
 from tests.helpers import oracle
+from tests.helpers.fake_cuda import FakeCuda
 from tests.helpers.feature_cases import (
     ALGORITHMS,
     BATCH,
@@ -26,6 +27,7 @@ from tests.helpers.feature_cases import (
     LOSSES,
     METRICS,
     MODELS,
+    ON_GPU,
     OPTIMIZERS,
     SCHEDULES,
     Features,
@@ -57,10 +59,19 @@ class FeatureVisit(Visit):
     Attributes:
         losses: losses of the steps, each times its number of samples.
         samples: number of samples in all steps.
+        on_gpu: random numbers are drawn as on a (stand-in for a) GPU.
     """
 
     losses: list[float] = field(default_factory=list)
     samples: int = 0
+    on_gpu: bool = False
+
+    def seed_pass(self) -> None:
+        """See `Visit.seed_pass`."""
+        if self.on_gpu:
+            FakeCuda.default.manual_seed(self.seed).set_offset(self.steps * 2**20)
+        else:
+            super().seed_pass()
 
     def gradient(self, weights: Vector, x: Tensor, y: Tensor) -> Vector:
         """See `Visit.gradient`."""
@@ -149,6 +160,7 @@ class Run:
         momentum = 0.5 if "momentum" in self.features.optimizer else 0.0
         state = self.states.setdefault(i, self.method.start_client(w))
         visit = FeatureVisit(self.model, self.loss, x, y, t, lr, EPOCHS, seed, w, server, state, self.lr, i, momentum)
+        visit.on_gpu = self.features.executor in ON_GPU
         for epoch in range(EPOCHS):
             visit.batches += order(len(y), 0, t, i, epoch, True).split(BATCH)
         return visit

@@ -53,7 +53,7 @@ def oracle_tasks(
     layout.gather([p.detach() for p in model.parameters()], start)
     keywords = {"momentum": 0.5, "local_epochs": 2, "batch_size": batch, "seed": 100, "slots": 3} | options
     pairs, store = pack_pairs(clients)
-    setup = setup_of(model, pairs, LocalOptions(**keywords), store=store, loss=loss, **facts)
+    setup = setup_of(model, pairs, LocalOptions(**keywords), loss=loss, **{"store": store, **facts})
     update = update or LocalUpdate(Direction.GRADIENT, rho=0.05)
     tasks = [Task(i, setup, 0, 0.1, update) for i in range(len(clients))]
     return tasks, start, setup

@@ -170,7 +170,7 @@ def aligned(like: Tensor, shape: Sequence[int], strides: Sequence[int], alignmen
     """Return memory that begins `alignment` bytes after a multiple of the device's alignment, with the dtype and the
     device of `like`."""
     size, unit = like.element_size(), _ALIGNMENT[like.device.type]
-    extent = 1 + sum((n - 1) * stride for n, stride in zip(shape, strides, strict=True))
+    extent = 1 + sum(max(n - 1, 0) * stride for n, stride in zip(shape, strides, strict=True))
     raw = torch.empty(extent + 2 * unit // size, dtype=like.dtype, device=like.device)
     return raw.as_strided(shape, strides, (alignment - _offset(raw)) % unit // size)
 
@@ -218,35 +218,54 @@ class GraphLane(Lane):
         return self.error is None and bool(self.chunks)
 
     def _run(self, chunk: Chunk) -> None:
-        row, k, variant = self.row, self.row.k, self.row.rows.variant
-        if row.lanes.store is not None:
-            alignments = row.alignments(chunk)
-            work = partial(row.take_steps, chunk.sizes, alignments)
-            self._replay((variant, chunk.sizes, alignments), chunk, work)
+        k = self.row.k
+        if self.row.lanes.store is not None:
+            self._take_stored(chunk)
         else:
-            with row.client_errors:
-                batch = next(row.batches)
-            if all(map(fills, tensors_of(batch))):
-                key = variant, *chunk.sizes, layout_of(batch)
-                self._replay(key, chunk, partial(row.take_step, row.static(batch), *chunk.sizes))
-            else:
-                row.take_step(batch, *chunk.sizes)
-        row.k = k + len(chunk.sizes)  # a replay does not count
+            self._take_next(chunk)
+        self.row.k = k + len(chunk.sizes)  # a replay does not count
 
-    def _replay(self, key: Hashable, chunk: Chunk, work: Callable[[], object]) -> None:
-        """Do the work of a chunk: by a replay if enough steps of its sort were taken."""
-        if chunk.is_copied or (self.row.rows.variant.has_schedule and self.row.lanes.schedule is None):
-            work()
-            return
-        if self.draws is not None:
-            self.draws.begin_replay(self.row.task, self.row.k)
-        graph = self.graphs.get(key)
-        if graph is None and self._should_capture(key, len(chunk.sizes)):
-            graph = self.graphs[key] = self._capture(work)
+    def _take_stored(self, chunk: Chunk) -> None:
+        """Take the steps of a chunk on samples of the store."""
+        row, alignments = self.row, self.row.alignments(chunk)
+        work = partial(row.take_steps, chunk.sizes, alignments)
+        graph = self._graph_of(chunk, (chunk.sizes, alignments), lambda: work)
         if graph is None:
             work()
         else:
             graph.replay()
+
+    def _take_next(self, chunk: Chunk) -> None:
+        """Take a step on the client's next batch. Only batches whose step is captured have fixed inputs."""
+        row, size = self.row, chunk.sizes[0]
+        with row.client_errors:
+            batch = next(row.batches)
+        graph = None
+        if all(map(fills, tensors_of(batch))):
+            layout = layout_of(batch)
+            graph = self._graph_of(chunk, (size, layout), lambda: partial(row.take_step, row.static(batch), size))
+        if graph is None:
+            row.take_step(batch, size)
+        else:
+            row.static(batch)
+            graph.replay()
+
+    def _graph_of(self, chunk: Chunk, sort: Hashable, make_work: Callable[[], Callable[[], object]]) -> Any:
+        """Return the graph of a chunk, or None if it runs without a graph.
+
+        Args:
+            chunk: the chunk.
+            sort: properties that its graph depends on, in addition to the variant.
+            make_work: function that returns the work to capture, if it is time.
+        """
+        row, key = self.row, (self.row.rows.variant, sort)
+        if chunk.is_copied or (row.rows.variant.has_schedule and row.lanes.schedule is None):
+            return None
+        if self.draws is not None:
+            self.draws.begin_replay(row.task, row.k)
+        if key not in self.graphs and self._should_capture(key, len(chunk.sizes)):
+            self.graphs[key] = self._capture(make_work())
+        return self.graphs.get(key)
 
     def _should_capture(self, key: Hashable, steps: int) -> bool:
         """Return True if enough steps of this sort were taken to capture them."""

@@ -3,7 +3,7 @@ Nothing is freed in a capture by Python's collector."""
 
 import gc
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import pytest
@@ -12,6 +12,7 @@ from pytest import MonkeyPatch
 
 from fastsam.fed.executors.base import ClientError
 from fastsam.fed.executors.cuda import CaptureError, Cuda
+from tests.helpers.fake_cuda import FakeGenerator, PhiloxState
 
 
 class Torch:
@@ -33,6 +34,9 @@ class Graph:
     def __init__(self, world: Torch) -> None:
         self.world, self.events = world, list[Any]()
         world.graphs.append(self)
+
+    def register_generator_state(self, state: FakeGenerator) -> None:
+        self.events.append(state)
 
     def capture_begin(self, pool: Any, capture_error_mode: str) -> None:
         assert self.world.stream == "a stream" and not gc.isenabled()
@@ -67,3 +71,26 @@ def test_a_capture_that_fails_says_why(error: Exception, records: type, words: s
     assert [graph.events for graph in world.graphs] == [
         [None, "thread_local", "error", "end"], ["a pool", "thread_local", "end"],
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_capture_draws_from_its_state(fails: bool, monkeypatch: MonkeyPatch) -> None:
+    """The default generator has the state in the capture, and then its own again."""
+    world, default, lane = Torch(monkeypatch), FakeGenerator(PhiloxState(1)), FakeGenerator(PhiloxState(2))
+    monkeypatch.setattr(Cuda, "generator", lambda cuda: default)
+    seeds = []
+
+    def work() -> None:
+        seeds.append(default.state.seed)
+        if fails:
+            raise ValueError("it was refused")
+
+    with pytest.raises(CaptureError, match="refused") if fails else nullcontext():
+        Cuda(torch.device("cuda", 0)).capture(work, "a stream", None, lane)  # type: ignore[arg-type]
+    assert seeds == [2] and default.state.seed == 1
+    assert world.graphs[0].events == [lane, None, "thread_local", "end"]
+
+
+@pytest.mark.gpu
+def test_replays_on_a_gpu_draw_at_an_offset() -> None:
+    assert Cuda(torch.device("cuda", 0)).repeats_draws()

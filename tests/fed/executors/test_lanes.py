@@ -96,14 +96,44 @@ def test_graphs_are_released_together_at_the_end_of_a_run() -> None:
 @pytest.mark.parametrize("factors", [{"lr_end_factor": 0.5}, {"lr_end_factor": 0.8, "rho_end_factor": 0.1}])
 def test_replayed_steps_follow_a_schedule(factors: dict[str, float]) -> None:
     update = LocalUpdate(Direction.GRADIENT, rho=0.3, **factors)
-    tasks, start, setup = oracle_tasks((20, 30, 13), 5, update, facts={"backend": "foreach"})
+    tasks, start, setup = oracle_tasks((10, 15, 8), 5, update, facts={"backend": "foreach"})
     plain = ends_of(executors.registry["sequential"](setup).train(start, [], iter(tasks)))
     cls = executors.registry["graph"](setup)
     for _ in range(3):
         results = sorted(ends_of(cls.train(start, [], iter(tasks))), key=lambda results: results.client_ids)
         for a, b in zip(results, plain, strict=True):
             assert torch.equal(a.delta, b.delta) and torch.equal(a.losses, b.losses)
-    assert sum(graph.replays for graph in FakeCuda.graphs) > 9
+    assert sum(graph.replays for graph in FakeCuda.graphs) > 3
+
+
+def test_lanes_of_several_variants_and_own_starts() -> None:
+    """Neighbours of one variant begin and end together, whatever their vectors are."""
+    tasks, start, setup = oracle_tasks((6, 6, 4, 6, 5, 6), 3, slots=4, local_epochs=1)
+    vectors = torch.randn(3, len(start), generator=torch.Generator().manual_seed(0))
+    updates = [LocalUpdate(Direction.GRADIENT, rho=0.05, gradient_offset=vectors[i], start=start + i) for i in range(3)]
+    updates.append(LocalUpdate(Direction.CONSTANT, rho=0.05, direction_vector=vectors[0]))
+    for task, i in zip(tasks, (0, 1, 3, 2, 3, 2), strict=True):
+        task.update = updates[i]
+    plain = ends_of(executors.registry["sequential"](setup).train(start, [], iter(tasks)))
+    cls = executors.registry["graph"](setup)
+    with Watch():
+        for _ in range(2):
+            results = sorted(ends_of(cls.train(start, [], iter(tasks))), key=lambda results: results.client_ids)
+            for a, b in zip(results, plain, strict=True):
+                assert torch.equal(a.delta, b.delta) and torch.equal(a.losses, b.losses)
+                assert (a.start is None) == (b.start is None) and (a.start is None or torch.equal(a.start, b.start))
+    assert sum(graph.replays for graph in FakeCuda.graphs) > 1
+
+
+def test_batches_of_many_layouts_have_inputs_only_for_graphs(monkeypatch: MonkeyPatch) -> None:
+    monkeypatch.setattr(graph_lanes, "_MAX_GRAPHS", 2)
+    tasks, start, setup = oracle_tasks(
+        range(6, 11), 5, LocalUpdate(), slots=1, facts={"store": None, "backend": "foreach"}
+    )
+    cls = executors.registry["graph"](setup)
+    for _ in range(4):
+        list(cls.train(start, [], iter(tasks)))
+    assert len(FakeCuda.graphs) == 2 == len(cls.lanes[0].row._inputs)
 
 
 @pytest.mark.parametrize("executor", EXECUTORS)
@@ -130,21 +160,17 @@ DROPOUT = {"draws": frozenset({F.dropout})}
 
 
 @pytest.mark.parametrize(
-    ("direction", "executor", "facts"),
-    [
-        (Direction.GRADIENT, "graph", {}), (Direction.GRADIENT, "streams", {}),
-        (Direction.NONE, "graph", DROPOUT), (Direction.NONE, "streams", DROPOUT),
-    ],
-)  # fmt: skip
-def test_lanes_train_at_the_same_time(direction: Direction, executor: str, facts: dict[str, Any]) -> None:
+    ("executor", "facts"), [("graph", {}), ("streams", {}), ("graph", DROPOUT), ("streams", DROPOUT)]
+)
+def test_lanes_train_at_the_same_time(executor: str, facts: dict[str, Any]) -> None:
     """In a steady round the operations are at least .8 lanes wide (their number over their longest chain), and the host
     queues little besides the replays."""
     options = {"model": drops() if facts else None, "facts": {"backend": "foreach", **facts}}
-    update = LocalUpdate(direction, rho=0.05)
-    tasks, start, setup = oracle_tasks((64,) * LANES, 8, update, slots=LANES, local_epochs=1, **options)
+    samples, rounds = (64, 2) if executor == "graph" else (24, 1)  # eager steps are alike
+    tasks, start, setup = oracle_tasks((samples,) * LANES, 8, LocalUpdate(), slots=LANES, local_epochs=1, **options)
     cls = executors.registry[executor](setup)
     with Watch() as watch:
-        for _ in range(2):
+        for _ in range(rounds):
             list(cls.train(start, [], iter(tasks)))
         operations, waits = watch.host_operations, FakeCuda.num_waits
         replays = [graph.replays for graph in FakeCuda.graphs]

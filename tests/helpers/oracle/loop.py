@@ -79,11 +79,15 @@ class Visit:
 
     def loss(self, weights: Vector, x: Tensor, y: Tensor) -> Tensor:
         """Return the loss at those weights. Random numbers of a model are the same in all passes of a step."""
-        torch.manual_seed(seeds.derive(self.seed, "pass", self.steps))
+        self.seed_pass()
         with torch.no_grad():
             for p, w in zip(self.model.parameters(), weights, strict=True):
                 p.copy_(w)
         return self.loss_function(self.model(x), y)
+
+    def seed_pass(self) -> None:
+        """Set the numbers that a pass of the present step draws."""
+        torch.manual_seed(seeds.derive(self.seed, "pass", self.steps))
 
     def gradient(self, weights: Vector, x: Tensor, y: Tensor) -> Vector:
         return list(torch.autograd.grad(self.loss(weights, x, y), list(self.model.parameters())))
