@@ -84,7 +84,11 @@ def run(
     model = oracle.smooth_model(FLOAT) if model is None else model
     data = oracle.ragged_clients(FLOAT, sizes)
     # An algorithm with an optimizer of its own has momentum and decay there.
-    defaults = OPTIONS if algorithm.optimizer is None else OPTIONS | {"momentum": 0.0, "weight_decay": 0.0}
+    defaults = (
+        OPTIONS
+        if getattr(algorithm, "local_optimizer", None) is None
+        else OPTIONS | {"momentum": 0.0, "weight_decay": 0.0}
+    )
     return fed.run(model, data, algorithm, executor=executor, slots=slots, **(defaults | options))
 
 

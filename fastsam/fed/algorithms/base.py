@@ -125,7 +125,7 @@ class Algorithm:
         sends_norms: the clients send norms of their deltas, which must be of the deltas that the server gets.
         own_buffers: the model's buffers stay with the clients, as with the run's `buffers="local"`.
         own_models: the algorithm keeps a private model for every client (`own_model`).
-        optimizer: the local optimizer of a run that names none, None for SGD.
+        local_optimizer: the optimizer of the local steps in a run without `optimizer=`, None for SGD.
     """
 
     download_vectors: ClassVar[float] = 1
@@ -140,7 +140,7 @@ class Algorithm:
     sends_norms: ClassVar[bool] = False
     own_buffers: ClassVar[bool] = False
     own_models: ClassVar[bool] = False
-    optimizer: ClassVar[str | None] = None
+    local_optimizer: ClassVar[str | None] = None
 
     def __new__(cls, *arguments: Any, **options: Any) -> Self:
         """Raise TypeError for an unknown option, with the known ones."""

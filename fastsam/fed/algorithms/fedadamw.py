@@ -42,7 +42,7 @@ class FedAdamW(ServerDirection):
         momentum_K: K_i in D counts local "steps" or local "epochs".
     """
 
-    optimizer: ClassVar[str] = "AdamW"
+    local_optimizer: ClassVar[str] = "AdamW"
     server_vectors: ClassVar[float] = 3
     working_vectors: ClassVar[float] = 3
 

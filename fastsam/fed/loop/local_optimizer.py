@@ -52,7 +52,7 @@ def optimizer_of(optimizer: str | Optimizer | None) -> Optimizer | None:
 
 def with_own_optimizer(options: Mapping[str, Any], algorithm: object) -> dict[str, Any]:
     """Return options of a run, with the optimizer of the algorithm if none is named."""
-    name = getattr(algorithm, "optimizer", None)
+    name = getattr(algorithm, "local_optimizer", None)
     return {**options, "optimizer": name} if options["optimizer"] is None else dict(options)
 
 

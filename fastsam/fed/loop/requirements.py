@@ -16,7 +16,7 @@ from fastsam.fed.clients.loss_kind import LossKind
 from fastsam.fed.clients.set_loss import LIMIT
 from fastsam.fed.executors.torch_updates import SUPPORTED
 from fastsam.fed.measures.options import OF_GRADIENTS
-from fastsam.fed.update.local_rule import STEP, LocalRule, optimizer_rule
+from fastsam.fed.update.local_rule import STEP, LocalRule, optimizer_rule, sgd_rule
 from fastsam.fed.update.variant import StepVariant
 
 ACCOUNTED = ("bernoulli", "fixed", "shuffled")  # samplers whose law dp-accounting knows
@@ -142,8 +142,9 @@ def _of_kept_optimizer(facts: Facts) -> Iterator[Contradiction]:
 def _of_optimizer_fields(facts: Facts) -> Iterator[Contradiction]:
     """Yield the contradictions of an algorithm that gives the local optimizer its state."""
     names = sorted((facts.update.optimizer_state or ()) if facts.update is not None else ())
-    optimizer = facts.settings.optimizer
-    rule = None if optimizer is None else optimizer_rule(optimizer)
+    settings, optimizer = facts.settings, facts.settings.optimizer
+    own_rule = sgd_rule(settings.momentum, settings.weight_decay)
+    rule = own_rule if optimizer is None else optimizer_rule(optimizer)
     if names and (rule is None or not {*names} <= {*rule.fields, STEP}):
         needs = f"a fused local optimizer that keeps {', '.join(names)}, to which it gives values"
         name = "SGD" if optimizer is None else getattr(optimizer, "func", optimizer).__name__

@@ -70,7 +70,7 @@ def test_the_table_says_what_the_class_declares(name):
 def test_the_table_says_what_the_class_does(name):
     """Its states and the constants of its steps, in the second round of a run."""
     watcher = Watched(fed.algorithms.registry[name]())
-    own_decay = watcher.optimizer is not None  # the optimizer of the algorithm has a decay
+    own_decay = watcher.local_optimizer is not None  # the optimizer of the algorithm has a decay
     result = run(watcher, participation=1.0, weight_decay=0.0 if own_decay else 0.1)
     _, d, a, b, q, server, client, *_ = ROWS[name]
     step = watcher._steps[-1]

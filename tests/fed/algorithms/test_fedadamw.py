@@ -73,16 +73,36 @@ def test_a_block_is_a_parameter_tensor():
     assert torch.allclose(block_means(torch.stack([row, 2 * row]), layout), torch.stack([expected, 2 * expected]))
 
 
+class Sizes(fed.FedAvg):
+    """Notes the size of a row."""
+
+    def init_server(self, w0):
+        self.size = len(w0)
+        return super().init_server(w0)
+
+
 class Begins(fed.FedAvg):
     """Gives the local optimizer a state."""
 
-    optimizer = "Adam"
-
-    def __init__(self, state):
-        self.state = state
+    def __init__(self, state, local_optimizer="Adam"):
+        self.state, self.local_optimizer = state, local_optimizer
 
     def local_update(self, server, client, round):
         return fed.LocalUpdate(optimizer_state=self.state)
+
+
+def test_an_algorithm_may_give_the_momentum_of_the_run():
+    model, clients, options = oracle.smooth_model(), oracle.ragged_clients(), {"rounds": 1, "participation": 1.0}
+    fed.run(model, clients, sizes := Sizes(), **options)
+
+    def train(state, momentum):
+        return fed.run(model, clients, Begins(state, None), momentum=momentum, **options).model
+
+    zeros, ones = torch.zeros(1, sizes.size, dtype=torch.float64), torch.ones(1, sizes.size, dtype=torch.float64)
+    assert oracle.difference(train({"momentum_buffer": zeros}, 0.5), train({}, 0.5)) == 0
+    assert oracle.difference(train({"momentum_buffer": ones}, 0.5), train({}, 0.5)) > 1e-3
+    with pytest.raises(ValueError, match=r"a fused local optimizer that keeps momentum_buffer, .* has SGD"):
+        train({"momentum_buffer": zeros}, 0.0)
 
 
 def begin(algorithm, **options):

@@ -182,7 +182,7 @@ def test_the_order_in_which_clients_run_changes_no_bit(monkeypatch, algorithm):
     middle_layer = torch.nn.LayerNorm(8) if isinstance(algorithm, fed.FedBN) else torch.nn.ReLU()
     model = torch.nn.Sequential(torch.nn.Linear(6, 8), middle_layer, torch.nn.Dropout(0.3), torch.nn.Linear(8, 3))
     clients = oracle.ragged_clients(torch.float32, sizes=(7, 16, 1, 23, 12, 9, 4, 30))
-    momentum = 0.5 if algorithm.optimizer is None else 0.0
+    momentum = 0.5 if getattr(algorithm, "local_optimizer", None) is None else 0.0
     options = {"rounds": 3, "participation": 0.8, "weighting": "samples", "momentum": momentum}
     plain = fed.run(model, clients, algorithm, **options)
     monkeypatch.setitem(executors.registry, "sequential", Reordered)
