@@ -281,7 +281,7 @@ def group_by_shape(states: Sequence[State]) -> list[list[int]]:
         return [[0]]
     groups: dict[object, list[int]] = {}
     for i, state in enumerate(states):
-        groups.setdefault(tuple((name, t.shape, t.dtype) for name, t in sorted(state.items())), []).append(i)
+        groups.setdefault(tuple([(name, t.shape, t.dtype) for name, t in state.items()]), []).append(i)
     return list(groups.values())
 
 

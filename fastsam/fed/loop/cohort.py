@@ -193,11 +193,12 @@ class Cohort:
         problems = self.sums.check(added, sizes, uploads.scalars, _nonfinite_clients(uploads))
         for stage in self.stages:
             stage.after_sum(uploads, problems)
+        new_states = _states_of(uploads, states) if uploads.state else None
         for place, client in enumerate(results.client_ids):
             if place in problems:
                 self._exclude(client, problems[place])
-            elif uploads.state:
-                self.clients[client] = self.states.put(client, _state_of(uploads, place, states[place]))
+            elif new_states is not None:
+                self.clients[client] = self.states.put(client, new_states[place])
             else:
                 self.clients.pop(client, None)
 
@@ -299,15 +300,15 @@ def _nonfinite_clients(uploads: ClientUploads) -> Problems:
     return (not_finite(new_state, uploads.client, n) if new_state else {}) | problems | losses
 
 
-def _state_of(uploads: ClientUploads, place: int, old_state: State) -> State:
-    """Return the new state of the client at `place`, in separate memory. Tensors of its old state and of the server's
-    state are not copied."""
-    state: State = {}
+def _states_of(uploads: ClientUploads, old_states: Sequence[State]) -> list[State]:
+    """Return the new states of the clients, in separate memory. Tensors of their old states and of the server's state
+    are not copied."""
+    columns: list[Sequence[Tensor]] = []
     for name, x in uploads.state.items():
         if x is uploads.client.get(name):
-            state[name] = old_state[name]
+            columns.append([state[name] for state in old_states])
         elif any(x is t for t in uploads.server.values()):
-            state[name] = x
+            columns.append([x] * len(old_states))
         else:
-            state[name] = x[place] if len(uploads.weights) == 1 else x[place].clone()
-    return state
+            columns.append([row.clone() for row in x] if len(old_states) > 1 else [x[0]])
+    return [dict(zip(uploads.state, tensors, strict=True)) for tensors in zip(*columns, strict=True)]
