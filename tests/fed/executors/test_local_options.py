@@ -46,8 +46,10 @@ VARIANTS = {
     "has_rho_scale": {"direction": D.GRADIENT, "rho": 0.3, "rho_scale": ones},
     "has_full_gradient": {"full_gradient": True},
     "has_start": {"start": w},
+    "has_optimizer_state": {"optimizer_state": {}},
+    "has_step_offset": {"step_offset": w},
 }
-SERVED_BY_TORCH = ("direction", "has_q", "has_phi", "has_full_gradient", "has_start")
+SERVED_BY_TORCH = ("direction", "has_q", "has_phi", "has_full_gradient", "has_start", "has_optimizer_state")
 
 
 def train(executor, update, **options):

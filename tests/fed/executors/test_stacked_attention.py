@@ -65,6 +65,7 @@ def test_masks(name: str) -> None:
     check(lambda q, k, v, m: attention(q, k, v, attn_mask=m), (QUERY, KEY, KEY, mask), (0, 0, 0, dim))
 
 
+@pytest.mark.filterwarnings("ignore:There is a performance drop")  # the backward operation has no rule
 def test_gradients_and_levels_of_vmap() -> None:
     check(grad(lambda q, k, v: attention(q, k, v).square().sum()), (QUERY, KEY, KEY), (0, 0, 0))
     two = torch.stack([QUERY, 2 * QUERY])
