@@ -44,9 +44,7 @@ Edge = tuple[str, str, str]  # from, to, label
 EXECUTORS: Mapping[str, Node] = {
     "gpu": Node(4.6, 3, "Is there a GPU?"),
     "dense cpu": Node(2.7, 2, "Dense model without dropout,\nup to 2^16 parameters\n(2^20 as row programs)?"),
-    "dense gpu": Node(
-        6.6, 2, "Without dropout, a dense model up to 2^20\nparameters, or many clients and a CNN up to 2^18?"
-    ),
+    "dense gpu": Node(6.6, 2, "Dense model without dropout,\nup to 2^20 parameters?"),
     "vmap cpu": Node(0.9, 1, "vmap", True),
     "cores": Node(3.4, 1, "Several cores?"),
     "vmap gpu": Node(5.5, 1, "vmap", True),

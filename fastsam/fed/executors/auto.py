@@ -7,13 +7,13 @@ are possible at all: with the run's options (`base.refusal`), with the model, an
 On a GPU the first row that fits decides. M1 to M9 are the measurements of bench/fed/decide.py.
 
     clients                                                          takes    decided by
-    dense models, with a row program or at most 2^20 parameters      vmap     an MLP on an H200; limits are predicted
-    convolutions of at most 2^18 parameters, 16 clients at once      vmap     predicted (M2, M4)
+    dense models, with a row program or at most 2^20 parameters      vmap     M4, M5 (H200): .28 of graph's time or less
     loops of an algorithm                                            streams  predicted
-    steps that can be captured; a sort's first steps are eager       graph    a CNN and a ResNet on an H200, with one
-                                                                              joint graph; lanes are predicted (M2, M6)
-    the same with dropout, batches of dicts, clients that may raise  graph    predicted (M7)
-    other steps: hooks, values on the host, Python state             streams  predicted (M8: several processes)
+    steps that can be captured; a sort's first steps are eager       graph    M2, M6 (H200); M4: vmap takes .8 to 1.1 of
+                                                                              its time for CNNs, and other bits
+    the same with dropout, batches of dicts, clients that may raise  graph    M7 (H200): .03 of sequential's time
+    other steps: hooks, values on the host, Python state             streams  predicted; M8: several processes took
+                                                                              longer than one
 """
 
 from __future__ import annotations
@@ -32,11 +32,9 @@ log = logging.getLogger("fastsam.fed")
 
 AUTO = "auto"
 # Parameters: wider dense models keep a core busy by themselves, and stacked rows leave the cache; row programs go row
-# by row. The limit of dense models on GPUs is not calibrated.
+# by row. On an H200 an MLP of 77,000 parameters takes .28 of graph's time; larger ones were not measured.
 _MAX_NUMEL = {"cpu": 2**16, "cuda": 2**20}
 _MAX_NUMEL_ROWWISE = 2**20
-# Convolutions on a GPU: predicted, not measured in steady rounds.
-_MAX_NUMEL_CONVOLUTIONS, _MIN_CLIENTS = 2**18, 16
 
 
 @dataclass(frozen=True)
@@ -75,10 +73,7 @@ def rule(setup: Setup) -> tuple[str, str]:
         capture_problem = _not_captured(setup)
         if capture_problem is None:
             return "graph", f"captured steps, a lane for each of several clients, because {reason}"
-        return "streams", (
-            f"one stream per client, because {reason}; and steps are not captured: {capture_problem}. Several "
-            "processes on one GPU may be faster: torchrun --nproc-per-node 4"
-        )
+        return "streams", f"one stream per client, because {reason}; and steps are not captured: {capture_problem}"
     if setup.device.type == "cpu" and threads.why_not(setup) is None and (setup.options.slots or threads.cpus()) > 1:
         return "threads", f"one client per CPU, because {reason}"
     return "sequential", f"clients one after the other, because {reason}"
@@ -88,7 +83,7 @@ def _not_stacked(setup: Setup) -> str | None:
     """Return the reason why stacked clients (the executor "vmap") would be slower, or are impossible. None means that
     they are the fastest."""
     slots = setup.options.slots or stacked.slots_of(setup)
-    reason = _not_dense(setup, slots)
+    reason = _not_dense(setup)
     if reason is not None:
         return reason
     limit = _MAX_NUMEL.get(setup.device.type, _MAX_NUMEL["cuda"])
@@ -105,25 +100,15 @@ def _not_stacked(setup: Setup) -> str | None:
     return reason
 
 
-def _not_dense(setup: Setup, slots: int) -> str | None:
-    """Return the reason why layers of the model would be slower with `slots` clients stacked, or None."""
+def _not_dense(setup: Setup) -> str | None:
+    """Return the reason why layers of the model would be slower stacked, or gain too little for other bits, or None."""
     modules = list(setup.model.modules())
     if any(isinstance(m, nn.RNNBase) for m in modules):
         return "the model is not dense (recurrent layers): stacked, they are slower than one by one"
     has_convolutions = any(isinstance(m, nn.modules.conv._ConvNd) for m in modules)
     if not has_convolutions and all(len(s.shape) <= 2 for s in setup.layout.segments):
         return None
-    if setup.device.type != "cuda":
-        return "the model is not dense (convolutions): stacked, they are slower than one by one"
-    if not all(p.is_contiguous() for p in setup.model.parameters()):
-        return "the convolutions are in channels_last, in which clients are not stacked"
-    clients = slots if setup.cohort is None else min(slots, setup.cohort)
-    if setup.layout.numel <= _MAX_NUMEL_CONVOLUTIONS and clients >= _MIN_CLIENTS:
-        return None
-    return (
-        f"the model is not dense (convolutions): stacked, they are faster with at most {_MAX_NUMEL_CONVOLUTIONS} "
-        f"parameters and at least {_MIN_CLIENTS} clients at once"
-    )
+    return "the model is not dense (convolutions): stacked, they are slower or gain little"
 
 
 def _not_captured(setup: Setup) -> str | None:

@@ -43,6 +43,7 @@ class Graph(LaneExecutor):
     """
 
     name = "graph"
+    default_slots = 16  # on an H200 a CNN's round of 100 clients takes 17.8 ms, with 8 slots 21.4 and with 31 16.8
 
     def __init__(self, setup: Setup) -> None:
         super().__init__(setup)

@@ -6,7 +6,7 @@ import logging
 from abc import abstractmethod
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor
@@ -20,9 +20,6 @@ from fastsam.fed.executors.task import Setup, Task
 from fastsam.fed.update.local_update import ClientResults
 
 log = logging.getLogger("fastsam.fed")
-# Default: small clients overlap on up to about this number of streams. torch has 32 streams and then repeats the
-# first.
-SLOTS = 8
 T = TypeVar("T")
 
 
@@ -123,12 +120,13 @@ class LaneExecutor(Executor):
     """
 
     longest_first = True
+    default_slots: ClassVar[int] = 8  # torch has 32 streams and then repeats the first
 
     def __init__(self, setup: Setup) -> None:
         reason = self.why_not(setup)
         if reason is not None:
             raise ValueError(f"executor {self.name!r} cannot serve here: {reason}. Use executor='sequential'")
-        self.setup, self.slots = setup, setup.options.slots or SLOTS
+        self.setup, self.slots = setup, setup.options.slots or self.default_slots
         self.cuda = Cuda(setup.device)
         self.random = NoRandomness(setup.device) if setup.draws is None else PassRandomness(setup.device, draws=True)
 
