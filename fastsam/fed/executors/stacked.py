@@ -29,8 +29,9 @@ from fastsam.fed.sums.ranks import ranks_per_device
 from fastsam.fed.update.model_copy import Replica
 
 _CACHE = 4 * 2**20  # bytes of weights
-# rows use a fourth of a GPU's memory; fields, their copies, gradients and saved tensors each count as a row
+# rows use a fourth of a GPU's memory; fields, their copies and gradients each count as a row
 _SHARE, _FIELDS = 4, 16
+_ACTIVATIONS = 2**30  # bytes of the activations of all rows on a CPU: one number for all machines, for equal bits
 _UNKNOWN = 64  # rows for a cohort of unknown size
 _TRIAL_TOLERANCE = 0.05  # of the gradients of a row (see `agree`)
 
@@ -169,16 +170,18 @@ def slots_of(setup: Setup) -> int:
     """Return the best number of rows, at most the number of clients.
 
     On a GPU a call costs the same for any number of rows, so it is the number that a fourth of its memory can hold, or
-    a smaller share if other ranks use the same GPU. On
-    a CPU there are enough rows to share the cost of a call, and few enough for their weights to stay in the cache.
+    a smaller share if other ranks use the same GPU. A row has vectors of the trained parameters, and the activations of
+    all layers, frozen ones too. On a CPU there are enough rows to share the cost of a call, and few enough for their
+    weights to stay in the cache and for their activations to take 1 GiB.
     """
     row = setup.layout.row_size * setup.dtype.itemsize
     cohort = setup.cohort
     if setup.device.type == "cuda":
-        fit = _memory(setup.device) // (_SHARE * _FIELDS * row * ranks_per_device())
+        memory = _memory(setup.device) // ranks_per_device() - setup.frozen_numel * setup.dtype.itemsize
+        fit = memory // (_SHARE * (_FIELDS * row + setup.activations))
         return max(1, min(fit, _UNKNOWN if cohort is None else cohort))
-    fit = max(4, min(64, _CACHE // row))
-    return fit if cohort is None else max(1, min(fit, cohort))
+    fit = min(max(4, min(64, _CACHE // row)), _ACTIVATIONS // max(1, setup.activations))
+    return max(1, fit if cohort is None else min(fit, cohort))
 
 
 def _memory(device: torch.device) -> int:
