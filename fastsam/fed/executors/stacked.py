@@ -23,6 +23,7 @@ from fastsam.fed.executors.graph_passes import copy_with_strides
 from fastsam.fed.executors.local_rows import LocalRows
 from fastsam.fed.executors.replay import BF16_LOSS, Replays, agree
 from fastsam.fed.executors.row_memory import RowMemory
+from fastsam.fed.executors.slow_calls import SilentCalls
 from fastsam.fed.executors.stacked_lookups import StackedLookups
 from fastsam.fed.executors.task import Setup
 from fastsam.fed.sums.ranks import ranks_per_device
@@ -67,10 +68,10 @@ class StackedPasses:
 
     Only the forward pass is mapped: the rows are independent, so the gradient of the sum of their losses holds each
     row's own, and the backward pass is a plain one over the batched operations. Both are recorded once per shape and
-    replayed (see `Replays`).
+    replayed (see `Replays`). `calls` says what becomes of torch's warnings about slow operations.
     """
 
-    def __init__(self, replica: Replica, layout: Layout, setup: Setup) -> None:
+    def __init__(self, replica: Replica, layout: Layout, setup: Setup, calls: SilentCalls | None = None) -> None:
         # Operations in `vmap` import it at their first use: seconds, which would count as training of the first round
         # of a process.
         import torch._dynamo  # noqa: F401
@@ -81,7 +82,7 @@ class StackedPasses:
         self.parameters = replica.parameters
         self._outputs = vmap(self._output, in_dims=(0, 0), randomness="error")
         self._losses = vmap(self._loss, in_dims=(0, 0), randomness="error")
-        self.loss, self.lookups = setup.loss, StackedLookups()
+        self.loss, self.lookups, self.calls = setup.loss, StackedLookups(), calls or SilentCalls()
         product_of = partial(ops.product_of, backend=setup.backend)
         self.replays = Replays(self.gradients, replica.module, layout, rowprograms.maker(setup), product_of)
 
@@ -104,7 +105,7 @@ class StackedPasses:
     def gradients(self, leaves: list[Tensor], x: Tensor, y: Tensor) -> tuple[Tensor, Sequence[Tensor | None]]:
         """Return losses (detached) and gradients at `leaves` (`[rows, *shape]`, requiring gradients), in any order of
         memory."""
-        with mapping(), self.lookups.of_shape((x.shape, y.shape, self.module.training)):
+        with mapping(), self.calls, self.lookups.of_shape((x.shape, y.shape, self.module.training)):
             with self._with_parameters():
                 outputs = self._outputs(leaves, x)
             losses = _cross_entropy(outputs, y) if self._classifies(outputs, y) else self._losses(outputs, y)

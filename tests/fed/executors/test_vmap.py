@@ -3,6 +3,7 @@
 Models that cannot be stacked are refused.
 """
 
+import warnings
 import weakref
 from dataclasses import replace
 
@@ -211,6 +212,32 @@ def test_rows_have_memory_for_their_activations(monkeypatch: pytest.MonkeyPatch)
     cpu, cuda = (replace(dense(device, 5000), activations=GIB // 4) for device in ("cpu", "cuda"))
     assert stacked.slots_of(cuda) == 79 and stacked.slots_of(cpu) == 4
     assert stacked.slots_of(replace(cpu, activations=8 * GIB)) == 1
+
+
+def test_operations_that_are_called_once_per_client_are_logged_in_our_words(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """One line of the log, no warning of torch; warnings of the model are shown, and those of the user's own vmap."""
+
+    class Pairs(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Bilinear(6, 6, 3)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            warnings.warn("a word of the model", stacklevel=1)
+            result: torch.Tensor = self.layer(x, x)
+            return result
+
+    with caplog.at_level("INFO", "fastsam.fed"), warnings.catch_warnings(record=True) as records:
+        warnings.simplefilter("always")
+        run(fed.FedSAM(), "vmap", 3, model=Pairs(), rounds=2)
+    messages = {str(record.message) for record in records}
+    assert "a word of the model" in messages and not any("performance drop" in message for message in messages)
+    lines = [line for line in caplog.messages if "once per client" in line]
+    assert len(lines) == 1 and "calls bilinear once per client" in lines[0]
+    with pytest.warns(UserWarning, match="performance drop"):
+        torch.func.vmap(F.pdist)(torch.ones(2, 4, 3))
 
 
 def test_memory_that_is_too_small_names_slots(monkeypatch: pytest.MonkeyPatch) -> None:
