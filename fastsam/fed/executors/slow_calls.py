@@ -32,10 +32,13 @@ class SlowCalls(SilentCalls):
     """A context of stacked passes that logs, once, the operations of the first pass that are called once per client.
 
     Other warnings of the pass are shown as the user's filters say.
+
+    Attributes:
+        names: names of the operations.
     """
 
     def __init__(self) -> None:
-        self._is_first = True
+        self._is_first, self.names = True, set[str]()
         self._catcher = warnings.catch_warnings(record=True)
         self._records: list[warnings.WarningMessage] = []
 
@@ -55,16 +58,15 @@ class SlowCalls(SilentCalls):
             return super().__exit__(kind, error, trace)
         self._is_first = False
         self._catcher.__exit__(kind, error, trace)
-        names = set[str]()
         for record in self._records:
             found = _WARNING.search(str(record.message))
             if found is not None:
-                names.add(found[1])
+                self.names.add(found[1])
             else:
                 warnings.warn_explicit(record.message, record.category, record.filename, record.lineno)
-        if names:
+        if self.names:
             log.info(
                 "torch.vmap calls %s once per client, which is slow. executor='threads' or 'graph' may be faster",
-                ", ".join(sorted(names)),
+                ", ".join(sorted(self.names)),
             )
         return None
