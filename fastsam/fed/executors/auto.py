@@ -35,6 +35,9 @@ AUTO = "auto"
 # by row. On an H200 an MLP of 77,000 parameters takes .28 of graph's time; larger ones were not measured.
 _MAX_NUMEL = {"cpu": 2**16, "cuda": 2**20}
 _MAX_NUMEL_ROWWISE = 2**20
+# Frozen parameters have no rows in the cache, but cost as much in a forward pass. All parameters together may be so
+# many times the limit: transformers with LoRA were measured on a CPU, 2^19; GPUs are predicted.
+_FROZEN = 8
 
 
 @dataclass(frozen=True)
@@ -88,6 +91,12 @@ def _not_stacked(setup: Setup) -> str | None:
         return reason
     limit = _MAX_NUMEL.get(setup.device.type, _MAX_NUMEL["cuda"])
     limit_rowwise = max(limit, _MAX_NUMEL_ROWWISE)
+    numel = setup.layout.numel + setup.frozen_numel
+    if setup.frozen_numel and numel > _FROZEN * limit:
+        return (
+            f"the model has {numel} parameters, {setup.frozen_numel} of them frozen, and stacked clients are faster "
+            f"with at most {_FROZEN * limit}"
+        )
     if setup.layout.numel > limit_rowwise:
         return f"the model has more than {limit_rowwise} parameters: one client keeps a processor busy"
     if slots == 1:

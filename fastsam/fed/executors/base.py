@@ -11,6 +11,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
+from fastsam.fed.executors.memory_errors import ADVICE, is_out_of_memory
 from fastsam.fed.executors.task import SGD_OPTIONS, STEP_OPTIONS, Setup, Task
 from fastsam.fed.update.local_update import ClientResults
 from fastsam.fed.update.variant import needs_of
@@ -31,6 +32,8 @@ class ClientError(RuntimeError):
         if len(clients) == 1:
             message = message.removeprefix(f"client {clients[0]}: ")  # the reader of its data has already named it
         description = f"{type(error).__name__}: {message}"
+        if is_out_of_memory(error):
+            description = f"{description.rstrip('.')}. {ADVICE}"
         failure = cls(f"client {client_names} failed in round {round + 1}, local step {step}: {description}")
         block_note = f", in a pass of {len(clients)} clients" if len(clients) > 1 else ""
         failure.client_ids, failure.reason = tuple(clients), f"it raised {description} (local step {step}{block_note})"

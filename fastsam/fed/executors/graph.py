@@ -22,8 +22,9 @@ from fastsam.fed.executors.client_block import runs
 from fastsam.fed.executors.cuda import tensors, vectors
 from fastsam.fed.executors.graph_lanes import CapturableTrainer, Chunk, GraphLane, cut
 from fastsam.fed.executors.lane_rows import LaneRows
+from fastsam.fed.executors.memory_errors import name_slots
 from fastsam.fed.executors.randomness import LaneRandomness
-from fastsam.fed.executors.streams import LaneExecutor, name_slots
+from fastsam.fed.executors.streams import LaneExecutor
 from fastsam.fed.executors.task import Setup, Task
 from fastsam.fed.update.local_update import ClientResults
 

@@ -23,14 +23,16 @@ from fastsam.fed.executors.graph_passes import copy_with_strides
 from fastsam.fed.executors.local_rows import LocalRows
 from fastsam.fed.executors.replay import BF16_LOSS, Replays, agree
 from fastsam.fed.executors.row_memory import RowMemory
+from fastsam.fed.executors.slow_calls import SilentCalls
 from fastsam.fed.executors.stacked_lookups import StackedLookups
 from fastsam.fed.executors.task import Setup
 from fastsam.fed.sums.ranks import ranks_per_device
 from fastsam.fed.update.model_copy import Replica
 
 _CACHE = 4 * 2**20  # bytes of weights
-# rows use a fourth of a GPU's memory; fields, their copies, gradients and saved tensors each count as a row
+# rows use a fourth of a GPU's memory; fields, their copies and gradients each count as a row
 _SHARE, _FIELDS = 4, 16
+_ACTIVATIONS = 2**30  # bytes of the activations of all rows on a CPU: one number for all machines, for equal bits
 _UNKNOWN = 64  # rows for a cohort of unknown size
 _TRIAL_TOLERANCE = 0.05  # of the gradients of a row (see `agree`)
 
@@ -66,10 +68,10 @@ class StackedPasses:
 
     Only the forward pass is mapped: the rows are independent, so the gradient of the sum of their losses holds each
     row's own, and the backward pass is a plain one over the batched operations. Both are recorded once per shape and
-    replayed (see `Replays`).
+    replayed (see `Replays`). `calls` says what becomes of torch's warnings about slow operations.
     """
 
-    def __init__(self, replica: Replica, layout: Layout, setup: Setup) -> None:
+    def __init__(self, replica: Replica, layout: Layout, setup: Setup, calls: SilentCalls | None = None) -> None:
         # Operations in `vmap` import it at their first use: seconds, which would count as training of the first round
         # of a process.
         import torch._dynamo  # noqa: F401
@@ -80,7 +82,7 @@ class StackedPasses:
         self.parameters = replica.parameters
         self._outputs = vmap(self._output, in_dims=(0, 0), randomness="error")
         self._losses = vmap(self._loss, in_dims=(0, 0), randomness="error")
-        self.loss, self.lookups = setup.loss, StackedLookups()
+        self.loss, self.lookups, self.calls = setup.loss, StackedLookups(), calls or SilentCalls()
         product_of = partial(ops.product_of, backend=setup.backend)
         self.replays = Replays(self.gradients, replica.module, layout, rowprograms.maker(setup), product_of)
 
@@ -103,7 +105,7 @@ class StackedPasses:
     def gradients(self, leaves: list[Tensor], x: Tensor, y: Tensor) -> tuple[Tensor, Sequence[Tensor | None]]:
         """Return losses (detached) and gradients at `leaves` (`[rows, *shape]`, requiring gradients), in any order of
         memory."""
-        with mapping(), self.lookups.of_shape((x.shape, y.shape, self.module.training)):
+        with mapping(), self.calls, self.lookups.of_shape((x.shape, y.shape, self.module.training)):
             with self._with_parameters():
                 outputs = self._outputs(leaves, x)
             losses = _cross_entropy(outputs, y) if self._classifies(outputs, y) else self._losses(outputs, y)
@@ -169,16 +171,18 @@ def slots_of(setup: Setup) -> int:
     """Return the best number of rows, at most the number of clients.
 
     On a GPU a call costs the same for any number of rows, so it is the number that a fourth of its memory can hold, or
-    a smaller share if other ranks use the same GPU. On
-    a CPU there are enough rows to share the cost of a call, and few enough for their weights to stay in the cache.
+    a smaller share if other ranks use the same GPU. A row has vectors of the trained parameters, and the activations of
+    all layers, frozen ones too. On a CPU there are enough rows to share the cost of a call, and few enough for their
+    weights to stay in the cache and for their activations to take 1 GiB.
     """
     row = setup.layout.row_size * setup.dtype.itemsize
     cohort = setup.cohort
     if setup.device.type == "cuda":
-        fit = _memory(setup.device) // (_SHARE * _FIELDS * row * ranks_per_device())
+        memory = _memory(setup.device) // ranks_per_device() - setup.frozen_numel * setup.dtype.itemsize
+        fit = memory // (_SHARE * (_FIELDS * row + setup.activations))
         return max(1, min(fit, _UNKNOWN if cohort is None else cohort))
-    fit = max(4, min(64, _CACHE // row))
-    return fit if cohort is None else max(1, min(fit, cohort))
+    fit = min(max(4, min(64, _CACHE // row)), _ACTIVATIONS // max(1, setup.activations))
+    return max(1, fit if cohort is None else min(fit, cohort))
 
 
 def _memory(device: torch.device) -> int:

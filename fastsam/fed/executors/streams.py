@@ -5,16 +5,15 @@ from __future__ import annotations
 import logging
 from abc import abstractmethod
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from typing import Any, ClassVar, TypeVar
 
-import torch
 from torch import Tensor
 
 from fastsam.fed.executors.base import ClientError, ClientOutcome, Executor, excludes
 from fastsam.fed.executors.client_trainer import ClientTrainer
 from fastsam.fed.executors.cuda import Cuda, group_by_fields, join_results, tensors, vectors
 from fastsam.fed.executors.local_work import run_loop
+from fastsam.fed.executors.memory_errors import name_slots
 from fastsam.fed.executors.randomness import NoRandomness, PassRandomness
 from fastsam.fed.executors.task import Setup, Task
 from fastsam.fed.update.local_update import ClientResults
@@ -94,18 +93,6 @@ def why_not(setup: Setup) -> str | None:
     if setup.device.type != "cuda":
         return f"it runs on CUDA devices, the run is on the {setup.device.type.upper()}"
     return None
-
-
-@contextmanager
-def name_slots(slots: int) -> Iterator[None]:
-    """Add the number of slots to the message if the device has no memory for its clients."""
-    try:
-        yield
-    except torch.OutOfMemoryError as error:
-        raise torch.OutOfMemoryError(
-            f"the device has no memory for {slots} clients at once ({str(error).splitlines()[0]}). Take fewer slots, "
-            f"for example slots={max(1, slots // 2)}"
-        ) from error
 
 
 class LaneExecutor(Executor):

@@ -79,6 +79,8 @@ class Setup:
         example: a batch, to try the model with: inputs and labels, or a tree of tensors and None.
         cohort: largest likely number of clients of a round, None for unknown.
         loop: name of the algorithm if it has its own training loop (`Algorithm.train_client`), or "".
+        activations: number of bytes that a training pass keeps for its backward pass, without the weights, 0 for
+            unknown.
     """
 
     model: nn.Module
@@ -92,6 +94,7 @@ class Setup:
     example: tuple[Any, Any] | None = None
     cohort: int | None = None
     loop: str = ""
+    activations: int = 0
 
     @cached_property
     def dtype(self) -> torch.dtype:
@@ -102,6 +105,11 @@ class Setup:
     def device(self) -> torch.device:
         """The device of training."""
         return self.population.device
+
+    @cached_property
+    def frozen_numel(self) -> int:
+        """The number of the parameters that are not trained."""
+        return sum(p.numel() for p in self.model.parameters() if not p.requires_grad)
 
     @cached_property
     def rule(self) -> LocalRule | None:

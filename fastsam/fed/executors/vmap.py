@@ -28,8 +28,10 @@ from fastsam.fed.executors.client_block import (
 )
 from fastsam.fed.executors.gradient_passes import Gradients
 from fastsam.fed.executors.local_rows import KeptRow, LocalRows
+from fastsam.fed.executors.memory_errors import name_slots
 from fastsam.fed.executors.randomness import NoRandomness
 from fastsam.fed.executors.rowprograms.row_steps import RowSteps
+from fastsam.fed.executors.slow_calls import SlowCalls
 from fastsam.fed.executors.stacked_rows import StackedRows
 from fastsam.fed.executors.task import Setup, Task, vectors_of
 from fastsam.fed.update.local_update import ClientResults
@@ -61,9 +63,10 @@ class Vmap(Executor):
         self.setup, self.layout = setup, setup.layout
         self.slots = setup.options.slots or stacked.slots_of(setup)
         self.numbers = f"vmap, {self.slots} slots"
-        self.rows = StackedRows(setup, self.slots)
+        with name_slots(self.slots):
+            self.rows = StackedRows(setup, self.slots)
         self.replica = Replica(setup.model, setup.layout, self.rows.memory.field("z")[0])
-        self.passes = stacked.StackedPasses(self.replica, setup.layout, setup)
+        self.passes = stacked.StackedPasses(self.replica, setup.layout, setup, SlowCalls())
         self.row_steps = RowSteps(setup, self.passes.replays, self.rows)
         self.random = NoRandomness(setup.device)
         # A capture that fails is the end of a run.

@@ -82,7 +82,7 @@ def assemble(
         settings = replace(settings, sampler=in_turn(clients), available=None)
     setup = executors.Setup(
         model, layout, loss, settings.local, population, backend, trial.draws, bool(trial.changed_buffers),
-        trial.example, cohort, facts.name if contract.has_loop else "",
+        trial.example, cohort, facts.name if contract.has_loop else "", trial.activations,
     )  # fmt: skip
     first = settings.round(0, clients, 1, parameter_layout)
     update, has_phases = try_algorithm(contract, setup, state, first)

@@ -33,6 +33,7 @@ class Trial:
         draws: functions that draw random numbers in a training pass (`Setup.draws`).
         example: the batch of the trial: inputs and labels, or a tree of tensors and None.
         loss_kind: the kind of the loss.
+        activations: number of bytes that a training pass keeps for its backward pass (`Setup.activations`).
     """
 
     classifies: bool
@@ -40,6 +41,7 @@ class Trial:
     draws: RandomOps | None
     example: tuple[Any, Any]
     loss_kind: LossKind
+    activations: int
 
 
 def try_model(model: nn.Module, population: Population, loss: Loss | BatchLoss, batch_size: int) -> Trial:
@@ -63,12 +65,12 @@ def try_model(model: nn.Module, population: Population, loss: Loss | BatchLoss, 
             _check_augment(population.augment, batch[0])
         classifies, kind = _try_outputs(eval_copy.eval(), population, of_batch, batch, failure)
         tensors = [leaf for _, leaf in leaves(batch) if isinstance(leaf, Tensor)]
-        draws, changed_buffers = try_pass(
+        draws, changed_buffers, activations = try_pass(
             model, train_copy.train(), loss, tensors, lambda: of_batch(train_copy, batch), failure
         )
         _try_others(eval_copy, population, client, of_batch, batch_size)
     example = (batch, None) if population.clients.is_batched else (batch[0], batch[1])
-    return Trial(classifies, changed_buffers, draws, example, kind)
+    return Trial(classifies, changed_buffers, draws, example, kind, activations)
 
 
 @torch.no_grad()

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 
 from fastsam.fed.common.fingerprints import references
 from fastsam.fed.executors.gradient_passes import check_scalar
@@ -30,7 +31,7 @@ def try_pass(
     batch: Sequence[Tensor],
     compute: Callable[[], Tensor],
     failure: str,
-) -> tuple[RandomOps | None, tuple[str, ...]]:
+) -> tuple[RandomOps | None, tuple[str, ...], int]:
     """Take one training pass of `trial`, and repeat its forward half from the same buffers and random state.
 
     Args:
@@ -43,7 +44,7 @@ def try_pass(
 
     Returns:
         The functions of torch that draw random numbers (see `Setup.draws`), and the names of the buffers that
-            change.
+            change, and the number of bytes of its activations.
 
     Raises:
         ValueError: the pass raises, or one of the checks below fails.
@@ -73,11 +74,8 @@ def try_pass(
         )
     changed_buffers = tuple(name for name, b in trial.named_buffers() if not _are_equal(b, old_buffers.get(name)))
     _check_written(trial, frozen_versions, buffers, changed_buffers)
-    with torch.no_grad():
-        for name, b in buffers.items():
-            b.copy_(old_buffers[name])
-    with restore_random_state(device), explain(f"{failure} when it was repeated"):
-        second_value = compute()
+    with explain(f"{failure} when it was repeated"):
+        second_value, activations = _repeat(trial, batch, compute, old_buffers)
     _check_repeated(value, second_value, difference(state, _python_state(trial)))
     foreign = leaves.keys() & _leaves(second_value).keys() - {*map(id, trial.parameters()), *map(id, batch)}
     if foreign:
@@ -87,7 +85,37 @@ def try_pass(
             f"the loss has a gradient for {name}, which is not a parameter of the model and would never be trained. "
             "Make it a part of the model, or set requires_grad=False"
         )
-    return draws, changed_buffers
+    return draws, changed_buffers, activations
+
+
+def _repeat(
+    trial: nn.Module, batch: Sequence[Tensor], compute: Callable[[], Tensor], old_buffers: Mapping[str, Tensor]
+) -> tuple[Tensor, int]:
+    """Return the loss of a repeated forward pass, and the number of bytes that it keeps for a backward pass, without
+    parameters and batch. The number is 0 if the model uses `torch.func.grad`, under which torch refuses hooks."""
+    other = {t.untyped_storage().data_ptr() for t in (*trial.parameters(), *batch)}
+    sizes = dict[int, int]()
+
+    def keep(t: Tensor) -> Tensor:
+        storage = t.untyped_storage()
+        if storage.data_ptr() not in other:
+            sizes[storage.data_ptr()] = storage.nbytes()
+        return t
+
+    def run(context: AbstractContextManager[object]) -> Tensor:
+        with torch.no_grad():
+            for name, b in trial.named_buffers():
+                if name in old_buffers:
+                    b.copy_(old_buffers[name])
+        with restore_random_state(trainable(trial)[0].device), context:
+            return compute()
+
+    try:
+        return run(saved_tensors_hooks(keep, lambda t: t)), sum(sizes.values())
+    except RuntimeError as error:
+        if "saved tensor hooks" not in str(error):
+            raise
+        return run(nullcontext()), 0
 
 
 @contextmanager

@@ -38,3 +38,13 @@ def test_what_is_never_stacked() -> None:
 def test_the_reason_of_stacked_clients_is_passed_on(serve_cuda: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(auto.stacked, "why_not", lambda setup: "it draws")
     assert reason(nn.Linear(3, 2)) == "it draws"
+
+
+def test_frozen_parameters_count() -> None:
+    """The layers of a large model keep a core busy, however few of its parameters are trained."""
+    model = nn.Sequential(nn.Linear(700, 760).requires_grad_(False), nn.Linear(760, 3))
+    frozen, trained = 700 * 760 + 760, 760 * 3 + 3
+    assert frozen + trained > 2**19
+    assert f"the model has {frozen + trained} parameters, {frozen} of them frozen" in str(reason(model, device="cpu"))
+    smaller = nn.Sequential(nn.Linear(680, 760).requires_grad_(False), nn.Linear(760, 3))
+    assert "frozen" not in str(reason(smaller, device="cpu"))

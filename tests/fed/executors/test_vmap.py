@@ -3,6 +3,7 @@
 Models that cannot be stacked are refused.
 """
 
+import warnings
 import weakref
 from dataclasses import replace
 
@@ -12,15 +13,16 @@ import torch.nn.functional as F
 from torch import nn
 
 from fastsam import fed
+from fastsam.fed import executors
 from fastsam.fed.clients.packed_samples import pack_pairs as store_of
-from fastsam.fed.executors import LocalOptions, Setup, Task, stacked, stacked_rows
+from fastsam.fed.executors import LocalOptions, Setup, Task, stacked, stacked_rows, vmap
 from fastsam.fed.executors.batch_gatherer import BatchGatherer
 from tests.helpers import fed_cases as cases
 from tests.helpers import oracle
 from tests.helpers.fed_kinds import Rows, in_another_collate, pairs
 from tests.helpers.fed_kinds import run as run_kinds
 from tests.helpers.fed_runs import SIZES, digest, run
-from tests.helpers.setups import setup_of
+from tests.helpers.setups import oracle_tasks, setup_of
 
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 2e-5}  # relative error of a weight after a few dozen steps
 # one algorithm for each form of a step; the others are slow tests
@@ -202,6 +204,56 @@ def test_ranks_that_share_a_gpu_share_its_memory(monkeypatch: pytest.MonkeyPatch
 
 def test_on_a_cpu_rows_stay_in_the_cache() -> None:
     assert stacked.slots_of(dense("cpu", 5000)) == 64 and stacked.slots_of(dense("cpu", 5000, width=4000)) == 4
+
+
+def test_rows_have_memory_for_their_activations(monkeypatch: pytest.MonkeyPatch) -> None:
+    """LoRA trains few parameters, and keeps the activations of a large model."""
+    monkeypatch.setattr(stacked, "_memory", lambda device: 80 * GIB)
+    cpu, cuda = (replace(dense(device, 5000), activations=GIB // 4) for device in ("cpu", "cuda"))
+    assert stacked.slots_of(cuda) == 79 and stacked.slots_of(cpu) == 4
+    assert stacked.slots_of(replace(cpu, activations=8 * GIB)) == 1
+
+
+def test_operations_that_are_called_once_per_client_are_logged_in_our_words(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """One line of the log, no warning of torch; warnings of the model are shown, and those of the user's own vmap."""
+
+    class Pairs(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Bilinear(6, 6, 3)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            warnings.warn("a word of the model", stacklevel=1)
+            result: torch.Tensor = self.layer(x, x)
+            return result
+
+    with caplog.at_level("INFO", "fastsam.fed"), warnings.catch_warnings(record=True) as records:
+        warnings.simplefilter("always")
+        run(fed.FedSAM(), "vmap", 3, model=Pairs(), rounds=2)
+    messages = {str(record.message) for record in records}
+    assert "a word of the model" in messages and not any("performance drop" in message for message in messages)
+    lines = [line for line in caplog.messages if "once per client" in line]
+    assert len(lines) == 1 and "calls bilinear once per client" in lines[0]
+    with pytest.warns(UserWarning, match="performance drop"):
+        torch.func.vmap(F.pdist)(torch.ones(2, 4, 3))
+
+
+def test_memory_that_is_too_small_names_slots(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*operands: object) -> None:
+        raise RuntimeError("[enforce fail at alloc_cpu.cpp:124] err == 0. DefaultCPUAllocator: can't allocate memory")
+
+    tasks, start, setup = oracle_tasks((12, 12, 12), slots=6)
+    setup = replace(setup, example=(tasks[0].x[:5], tasks[0].y[:5]))
+    executor = executors.registry["vmap"](setup)
+    monkeypatch.setattr(stacked.StackedPasses, "run", fail)
+    monkeypatch.setattr(executor.row_steps, "train", lambda blocks, start: blocks)
+    with pytest.raises(fed.ClientError, match=r"clients? 0.*allocate memory\. Take fewer slots, or"):
+        list(executor.train(start, [], iter(tasks)))
+    monkeypatch.setattr(vmap, "StackedRows", fail)
+    with pytest.raises(torch.OutOfMemoryError, match=r"no memory for 6 clients at once .*allocate memory.*slots=3"):
+        executors.registry["vmap"](setup)
 
 
 def test_places_of_rows_go_to_the_device_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,6 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fastsam import fed
+from fastsam.fed.clients.all_clients import PairClients
+from fastsam.fed.clients.population import Population
+from fastsam.fed.loop.trial import try_model
 from tests.helpers import oracle
 from tests.helpers.fed_input import NOTHING, X, Y, start
 
@@ -237,3 +240,20 @@ def test_what_is_accepted():
     assert result.history[0]["clients"] == 5 and next(result.model.parameters()).dtype == torch.float32
     with pytest.raises(ValueError, match="client 0: labels"):
         start(clients=[(X, Y + 1)], loss=nn.CrossEntropyLoss())
+
+
+@pytest.mark.parametrize("uses_func", [False, True])
+def test_the_activations_that_a_pass_keeps_are_counted(uses_func: bool) -> None:
+    """The inputs of the layers, the output of tanh, the log-probabilities; no weights, frozen or not."""
+
+    class Model(nn.Sequential):
+        def forward(self, x: Tensor) -> Tensor:
+            slope = torch.func.grad(lambda v: (v**2).sum())(x) / 2 if uses_func else x
+            result: Tensor = super().forward(slope)
+            return result
+
+    model = Model(nn.Linear(6, 64).requires_grad_(False), nn.Linear(64, 32), nn.Tanh(), nn.Linear(32, 3))
+    clients = PairClients([(X, Y)], None)
+    trial = try_model(model, Population(clients, torch.device("cpu")), F.cross_entropy, len(X))
+    total_weight = 1  # of the mean in the loss
+    assert trial.activations == (0 if uses_func else 4 * (len(X) * (64 + 32 + 3) + total_weight))

@@ -1,0 +1,114 @@
+"""Layers under `vmap`: the table in docs/executors_promises.md says what each does, and is compared with the layers."""
+
+import re
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fastsam.fed.clients.all_clients import PairClients
+from fastsam.fed.clients.population import Population
+from fastsam.fed.executors import stacked
+from fastsam.fed.executors.gradient_passes import Passes
+from fastsam.fed.executors.slow_calls import SlowCalls
+from fastsam.fed.loop.trial import try_model
+from tests.helpers.places import ROOT
+from tests.helpers.setups import setup_of
+
+ROWS = re.findall(
+    r"^\| (served|once per client|refused) \| (.+?) \|", (ROOT / "docs/executors_promises.md").read_text(), re.M
+)
+TABLE = {name: kind for kind, names in ROWS for name in re.findall(r"`(\w+)`", names)}
+
+
+class Call(nn.Module):
+    """A layer, a function that calls it, and a head."""
+
+    def __init__(self, layer: nn.Module, call: Callable[[nn.Module, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.layer, self.call, self.head = layer, call, nn.LazyLinear(3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.head(self.call(self.layer, x).flatten(1))
+        return result
+
+
+class Case(NamedTuple):
+    """A layer, the shape of a sample (integers for a vocabulary), and the call."""
+
+    layer: Callable[[], nn.Module]
+    shape: tuple[int, ...] = (4, 6)
+    call: Callable[[Any, Tensor], Tensor] = lambda layer, x: layer(x)
+    vocabulary: int = 0
+
+
+def first(layer: Any, x: Tensor) -> Tensor:
+    result: Tensor = layer(x)[0]
+    return result
+
+
+CASES = {
+    "Linear": Case(lambda: nn.Linear(6, 5)),
+    "Conv1d": Case(lambda: nn.Conv1d(4, 5, 3)),
+    "Conv2d": Case(lambda: nn.Conv2d(2, 3, 3), (2, 6, 6)),
+    "ConvTranspose2d": Case(lambda: nn.ConvTranspose2d(2, 3, 3), (2, 6, 6)),
+    "MaxPool2d": Case(lambda: nn.MaxPool2d(2), (2, 6, 6)),
+    "AvgPool2d": Case(lambda: nn.AvgPool2d(2), (2, 6, 6)),
+    "LayerNorm": Case(lambda: nn.LayerNorm(6)),
+    "GroupNorm": Case(lambda: nn.GroupNorm(2, 4)),
+    "InstanceNorm1d": Case(lambda: nn.InstanceNorm1d(4, affine=True)),
+    "RMSNorm": Case(lambda: nn.RMSNorm(6)),
+    "Embedding": Case(lambda: nn.Embedding(9, 5, padding_idx=0), (4,), vocabulary=9),
+    "MultiheadAttention": Case(lambda: nn.MultiheadAttention(6, 2, batch_first=True), call=lambda m, x: m(x, x, x)[0]),
+    "TransformerEncoderLayer": Case(lambda: nn.TransformerEncoderLayer(6, 2, 8, 0.0, batch_first=True)),
+    "PReLU": Case(lambda: nn.PReLU()),
+    "Bilinear": Case(lambda: nn.Bilinear(6, 6, 5), (6,), lambda m, x: m(x, x)),
+    "EmbeddingBag": Case(lambda: nn.EmbeddingBag(9, 5), (4,), vocabulary=9),
+    "GRUCell": Case(lambda: nn.GRUCell(6, 5), (6,)),
+    "LSTM": Case(lambda: nn.LSTM(6, 5, batch_first=True), call=first),
+    "GRU": Case(lambda: nn.GRU(6, 5, batch_first=True), call=first),
+    "RNN": Case(lambda: nn.RNN(6, 5, batch_first=True), call=first),
+    "BatchNorm1d": Case(lambda: nn.BatchNorm1d(4)),
+    "Dropout": Case(lambda: nn.Dropout(0.5)),
+}
+
+
+def measure(case: Case) -> tuple[str, float]:
+    """Return the kind of a layer under `vmap`, and the largest difference from passes of single clients."""
+    torch.manual_seed(0)
+    size = (8, *case.shape)
+    x = torch.randint(case.vocabulary, size) if case.vocabulary else torch.randn(size, dtype=torch.float64)
+    y = torch.arange(8) % 3
+    model = Call(case.layer(), case.call).double()
+    model(x)  # makes the head
+    trial = try_model(model, Population(PairClients([(x, y)], None), torch.device("cpu")), F.cross_entropy, 8)
+    facts = {"draws": trial.draws, "changes_buffers": bool(trial.changed_buffers), "example": (x, y)}
+    setup = setup_of(model, [(x, y)], **facts)
+    if stacked.why_not(setup) is not None:
+        return "refused", 0.0
+    replica, rows = stacked._trial_rows(setup)
+    calls = SlowCalls()
+    batches = [(x, y), (x.flip(0), y.flip(0))]
+    losses, gradients = stacked.StackedPasses(replica, setup.layout, setup, calls).plain(
+        rows, *(torch.stack(parts) for parts in zip(*batches, strict=True))
+    )
+    difference, plain = 0.0, Passes(replica, setup.layout, setup.loss)
+    for row, batch in enumerate(batches):
+        replica.row.copy_(rows.z[row])
+        loss, row_gradients = plain.run(*batch)
+        pairs = zip([losses, *gradients.tensors], [loss, *row_gradients.tensors], strict=True)
+        difference = max(difference, *(float((a[row] - b).abs().max()) for a, b in pairs))
+    return "once per client" if calls.names else "served", difference
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_table_says_what_a_layer_does(name: str) -> None:
+    kind, difference = measure(CASES[name])
+    assert kind == TABLE[name] and difference < 1e-15
+
+
+def test_every_layer_of_the_table_has_a_case() -> None:
+    assert TABLE.keys() == CASES.keys()
