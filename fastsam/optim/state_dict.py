@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from fastsam.optim.amp import GradScalerTracker
 from fastsam.optim.base_optimizer import unhooked_step
-from fastsam.optim.grad_checks import AccumulationCheck, ClipCheck
+from fastsam.optim.grad_checks import AccumulationCheck, ClipCheck, SecondPassCheck
 from fastsam.optim.one_pass import make_engine
 from fastsam.optim.param_groups import share_groups
 from fastsam.optim.param_tracking import WeightState
@@ -87,7 +87,7 @@ def load_state_dict(optimizer: Any, state_dict: dict[str, Any]) -> None:
             group.update(new)
     engine.load_checked(new_state)
     if new_state.is_perturbed and not engine.one_pass:
-        optimizer._running_stats.freeze()
+        optimizer._running_stats.freeze(optimizer.param_groups)
     optimizer._accumulation_check.reset()
     optimizer._scaler_tracker.saved_scale = new_state.scale
     for post_hook in optimizer._optimizer_load_state_dict_post_hooks.values():
@@ -125,6 +125,7 @@ def load_pickle(optimizer: Any, state: dict[str, Any]) -> None:
     optimizer._scaler_tracker = GradScalerTracker(state["scale"])
     optimizer._accumulation_check, optimizer._clip_check = AccumulationCheck(), ClipCheck()
     optimizer._accumulation_check.reset()
+    optimizer._second_pass_check = SecondPassCheck()
     optimizer._follow_modules()
 
 

@@ -2,6 +2,7 @@
 augmentations."""
 
 import random
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -110,6 +111,48 @@ def test_a_run_without_a_test_set(caplog: pytest.LogCaptureFixture) -> None:
     caplog.clear()
     start(test=(X, Y))
     assert "there is no test set" not in caplog.text
+
+
+def test_without_a_test_set_the_summary_has_the_accuracy_on_the_clients(caplog: pytest.LogCaptureFixture) -> None:
+    clients = [(X, Y), (X[:3], Y[:3])]
+    result = start(clients=clients)
+    x, y = torch.cat([X, X[:3]]), torch.cat([Y, Y[:3]])
+    right = (result.model(x).argmax(1) == y).double().mean().item()
+    assert result.summary()["train_accuracy"] == pytest.approx(right)
+    assert f"train accuracy {result.summary()['train_accuracy']}" in repr(result)
+    assert "train_accuracy" in caplog.text
+    assert start(test=(X, Y)).summary()["train_accuracy"] is None
+    regression = [(X, X[:, :1])]
+    assert start(nn.Linear(6, 1), regression, loss="mse_loss").summary()["train_accuracy"] is None
+
+
+@pytest.mark.parametrize(
+    ("options", "warns"),
+    [
+        ({"participation": 0.2}, True),
+        ({"participation": 0.2, "sampler": "fixed"}, True),
+        ({"participation": 0.5}, False),
+        ({"cohort": 1}, False),
+        ({"sampler": lambda t, generator: [0]}, False),
+    ],
+)
+def test_participation_of_one_client(options: dict[str, Any], warns: bool, caplog: pytest.LogCaptureFixture) -> None:
+    start(clients=[(X, Y)] * 4, **options)
+    assert ("is about one client in a round. Pass cohort=2" in caplog.text) is warns
+
+
+def test_an_interrupt_without_a_directory_names_run_dir(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
+    def interrupt(record: dict[str, Any]) -> None:
+        if record["round"] == 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        start(rounds=3, progress=interrupt)
+    assert "interrupted after 2 of 3 rounds" in caplog.text and "run_dir=" in caplog.text
+    caplog.clear()
+    with pytest.raises(KeyboardInterrupt):
+        start(rounds=3, progress=interrupt, run_dir=tmp_path / "run")
+    assert "run_dir=" not in caplog.text
 
 
 @pytest.mark.parametrize(
