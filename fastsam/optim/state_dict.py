@@ -104,7 +104,7 @@ def make_pickle(optimizer: Any) -> dict[str, Any]:
         **Optimizer.__getstate__(optimizer),
         **optimizer._engine.pickle(),
         "base_optimizer": optimizer.base_optimizer,
-        "check_finite": optimizer.skip_nonfinite,
+        "skip_nonfinite": optimizer.skip_nonfinite,
         "scale": None if scale is None else scale.clone(),
         "model": running_stats.modules,
         "frozen": running_stats.frozen,
@@ -115,7 +115,7 @@ def load_pickle(optimizer: Any, state: dict[str, Any]) -> None:
     """Restore an optimizer from the result of `make_pickle`."""
     of_torch = ("state", "param_groups", "defaults", "base_optimizer")
     Optimizer.__setstate__(optimizer, {name: state[name] for name in of_torch})
-    optimizer.skip_nonfinite = state["check_finite"]
+    optimizer.skip_nonfinite = state["skip_nonfinite"]
     share_groups(optimizer)
     optimizer._engine = make_engine(
         optimizer.base_optimizer, state["backend"], state["stochastic_rounding"], state["exclusive"], state["variant"]

@@ -1,6 +1,7 @@
 """The tables, report.md, report.html and summary.json of a comparison, from histories whose numbers are known."""
 
 import base64
+import io
 import json
 import os
 from dataclasses import replace
@@ -11,6 +12,7 @@ import pytest
 import torch
 from matplotlib.figure import Figure
 from pytest import MonkeyPatch
+from rich.console import Console
 from torch.nn.functional import cross_entropy
 
 from fastsam.lab.plots import ablations, classes, curves
@@ -63,6 +65,29 @@ def test_a_printed_table_cuts_no_number(width: int) -> None:
     rows = ["".join(line.split()) for line in lines]
     final = tables.short_table(runs).rows[0][1].replace(" ", "")
     assert sum(final in row for row in rows) == 3
+
+
+@pytest.mark.parametrize("width", [60, 80])
+def test_a_printed_table_breaks_no_word_and_has_the_best_label_in_bold(width: int) -> None:
+    names = ["fedavg", "centralised-sam, lr = 0.1", "fedlesam-d"]
+    runs = [make_run(name, 0, [0.5, 0.6 + (i == 1) / 10], 1) for i, name in enumerate(names)]
+    title = "three algorithms on the handwritten digits of scikit-learn, 50 clients with unequal classes"
+    out = io.StringIO()
+    console = Console(file=out, width=width, force_terminal=True, highlight=False, markup=False)
+    tables.short_table(runs, title, width).show(console)
+    printed = out.getvalue().replace("\x1b[1m", "<").replace("\x1b[0m", ">")
+    words = printed.replace("<", "").replace(">", "").split()
+    assert {*title.split(), "centralised-sam,", "fedlesam-d", "fedavg"} <= {*words}
+    bold = "".join(part.partition(">")[0] for part in printed.split("<")[1:])
+    assert "centralised-sam" in bold and "70.00" in bold and "fedavg" not in bold and "fedlesam" not in bold
+    assert max(map(len, printed.replace("<", "").replace(">", "").splitlines())) <= width
+
+
+def test_one_label_and_a_file_have_no_bold_row() -> None:
+    assert tables.short_table([make_run("a", seed, [0.5], 1) for seed in range(2)]).best_row is None
+    out = io.StringIO()
+    tables.short_table([make_run("a", 0, [0.5]), make_run("b", 0, [0.6])]).show(Console(file=out, width=120))
+    assert "b" in out.getvalue() and "\x1b" not in out.getvalue()
 
 
 def test_table_over_seeds_is_mean_and_the_deviation_of_a_sample() -> None:

@@ -58,13 +58,12 @@ NO_TEST_SET = (
 )
 
 
-_REPLACED = {name: f"privacy=fed.Privacy({name}=...)" for name in table(Privacy)} | {
-    "clip_update": "privacy=fed.Privacy(clip=...)",
-    "measure_options": "measures=fed.NamedMeasures([...], every=...)",
+_IN_OBJECTS = {name: f"privacy=fed.Privacy({name}=...)" for name in table(Privacy)} | {
+    name: f"measures=fed.NamedMeasures([...], {name}=...)" for name in table(NamedMeasures) if name != "names"
 }
 
 
-@suggest_option(_REPLACED)
+@suggest_option(_IN_OBJECTS)
 @with_help(Settings)
 @restore_autograd()
 def run(

@@ -19,8 +19,9 @@ Column = tuple[str, Callable[[Group], str]]
 def short_table(runs: Sequence[FinishedRun], title: str = "", width: int = 120) -> Table:
     """Return the short table for a terminal of `width` columns, with a row per label.
 
-    If it is too wide, numbers have less space between them or the best accuracy is left out. Numbers are means over
-    the seeds ± the sample's standard deviation. Accuracies of clients are means over the clients ± their deviation.
+    If it is too wide, numbers have less space between them, or columns are left out: best accuracy, traffic, time.
+    Numbers are means over the seeds ± the sample's standard deviation. Accuracies of clients are means over the clients
+    ± their deviation. Of several labels, the one with the best final accuracy is the table's best row.
     """
     target = target_of(runs)
     columns: list[Column] = [
@@ -35,11 +36,23 @@ def short_table(runs: Sequence[FinishedRun], title: str = "", width: int = 120) 
     table = _table(title, runs, columns)
     if table.width > width:
         table = replace(table, rows=[[cell.replace(" ± ", "±") for cell in row] for row in table.rows])
-    if table.width > width:
-        table = replace(
-            table, head=[*table.head[:2], *table.head[3:]], rows=[[*row[:2], *row[3:]] for row in table.rows]
-        )
-    return table
+    for head in ("test\nbest %", "MB\nsent", "s per\nround"):
+        if (table.width if head == "test\nbest %" else table.least_width) > width:
+            table = _without_column(table, list(table.head).index(head))
+    return replace(table, best_row=_best_row(runs))
+
+
+def _without_column(table: Table, place: int) -> Table:
+    """Return the table without the column at `place`."""
+    head, *rows = ([*cells[:place], *cells[place + 1 :]] for cells in (table.head, *table.rows))
+    return replace(table, head=head, rows=rows)
+
+
+def _best_row(runs: Sequence[FinishedRun]) -> int | None:
+    """Return the number of the label with the best mean final accuracy, or None without a comparison."""
+    groups = [list(_final_accuracies(group).values()) for group in by_label(runs).values()]
+    means = [float(np.mean(values)) if values else -1.0 for values in groups]
+    return means.index(max(means)) if len(means) > 1 and max(means) >= 0 else None
 
 
 def _table(title: str, runs: Sequence[FinishedRun], columns: Sequence[Column], note: str = "") -> Table:

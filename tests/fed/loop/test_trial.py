@@ -280,3 +280,21 @@ def test_what_is_accepted():
     assert result.history[0]["clients"] == 5 and next(result.model.parameters()).dtype == torch.float32
     with pytest.raises(ValueError, match="client 0: labels"):
         start(clients=[(X, Y + 1)], loss=nn.CrossEntropyLoss())
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda: start(algorithm="fedsam"), ValueError, r"got the name 'fedsam': write fed.FedSAM\(\)"),
+        (lambda: start(algorithm="FedLESAM-D"), ValueError, r"write fed.FedLESAM_D\(\)"),
+        (lambda: start(algorithm="fedsan"), ValueError, r"did you mean 'FedSAM'"),
+        (lambda: start(clients_per_round=5), TypeError, r"no option 'clients_per_round' \(did you mean 'cohort'"),
+        (lambda: start(num_rounds=5), TypeError, r"did you mean 'rounds'"),
+        (lambda: start(epochs=5), TypeError, r"did you mean 'local_epochs'"),
+        (lambda: start(noise_multiplier=1.0), TypeError, r"write privacy=fed.Privacy\(noise_multiplier=...\)"),
+        (lambda: start(every=2), TypeError, r"write measures=fed.NamedMeasures\(\[...\], every=...\)"),
+    ],
+)
+def test_names_of_other_packages_and_slips(call: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        call()
