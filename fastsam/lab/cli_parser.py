@@ -8,7 +8,7 @@ from pathlib import Path
 from fastsam.lab.cli_help import Parser
 from fastsam.lab.completion import SHELLS
 
-EXAMPLES = {  # what follows the name of a command
+EXAMPLES = {  # words after the name of a command
     "demo": ("", "--seeds 0,1", "--copy configs"),
     "run": (
         "digits.toml",

@@ -8,7 +8,7 @@ from pathlib import Path
 from fastsam.fed.common.atomic_files import make_directory, write_bytes
 
 SHOWCASE = "showcase.toml"
-CONFIGS = (SHOWCASE, "digits.toml", "digits_sharpness.toml", "private.toml")  # those that need no other file
+CONFIGS = (SHOWCASE, "digits.toml", "digits_sharpness.toml", "private.toml")  # configs that need no other file
 _HERE = Path(__file__).resolve().parent
 
 

@@ -1,6 +1,8 @@
-"""Warnings about gradients of a step: `AccumulationCheck` finds gradients that `step(closure)` would clear,
-`SecondPassCheck` finds a second backward pass that is missing, and `ClipCheck` finds gradients that are clipped by
-hand, with a variant that combines both gradients of a step."""
+"""Warnings about the gradients of a step.
+
+`AccumulationCheck` finds gradients that `step(closure)` would clear. `SecondPassCheck` finds a second backward pass
+that is missing. `ClipCheck` finds gradients that are clipped by hand, with a variant that combines both gradients.
+"""
 
 from __future__ import annotations
 

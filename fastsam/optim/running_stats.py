@@ -59,7 +59,7 @@ class RunningStatsFreezer:
         """Update the statistics again, because the second pass is over."""
         if self._watch is not None:
             self._watch.end()
-            self._watch = None  # what a model does in its first step it does in all
+            self._watch = None  # because every step has the same layers
         if self.frozen:
             # A layer that was frozen twice, as a part of two modules, gets back what it had at first.
             thaw(self.frozen[::-1])

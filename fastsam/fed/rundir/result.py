@@ -97,7 +97,7 @@ class Result:
             >>> fed.run(model, data, fed.FedSAM(), rounds=50).plot(ax).figure.savefig("runs.png")
 
         Args:
-            ax: axes for the line, such as those of another result; None: a new figure.
+            ax: axes for the line, such as the axes of another result; None: a new figure.
 
         Returns:
             the axes, with a line whose label is the algorithm's name.
