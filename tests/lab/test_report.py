@@ -4,6 +4,7 @@ import base64
 import io
 import json
 import os
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -136,13 +137,17 @@ def test_no_target_no_column_and_missing_numbers_are_dashes() -> None:
     assert "rounds" not in " ".join(short.head) and short.rows[0][3] == "–"
 
 
-def test_accuracy_table_names_the_worst_and_the_best_client_of_each_seed() -> None:
+def test_a_folded_table_names_the_worst_and_the_best_client_of_each_seed() -> None:
     metrics = {"accuracy_last10": 0.5, "client_accuracy_min": 0.25, "client_accuracy_max": 1.0, "client_best": 3}
     runs = [make_run("a", i, [0.5], client_worst=7 + i, **metrics) for i in (0, 1)]
-    table = tables.accuracy([*runs, make_run("b", 0, [0.25])])
+    runs = [*runs, make_run("b", 0, [0.25])]
+    table, extremes = tables.accuracy(runs), tables.extreme_clients(runs)
     same = "50.00 ± 0.00"
-    assert table.rows[0] == ["a", same, same, same, "60.00 ± 15.00", "25.00 (client 7, 8)", "100.00 (client 3, 3)"]
-    assert table.rows[1][3:] == ["–", "60.00 ± 10.00", "–", "–"] and "'prior'" in table.note
+    assert table.rows[0] == ["a", same, same, same, "60.00 ± 15.00"]
+    assert table.rows[1][3:] == ["–", "60.00 ± 10.00"] and "'prior'" in table.note and not table.is_folded
+    assert extremes is not None and extremes.is_folded
+    assert extremes.rows == [["a", "25.00 (client 7, 8)", "100.00 (client 3, 3)"], ["b", "–", "–"]]
+    assert tables.extreme_clients(runs[2:]) is None
 
 
 def test_what_the_target_took_is_relative_to_fedavg_wherever_it_stands() -> None:
@@ -258,6 +263,11 @@ def test_comparison_files(tmp_path: Path) -> None:
         and "- clients: 4" in text
         and "fastsam compare x/config.json" in text
     )
+    (sentence,) = re.findall(r"^- b: (.*)$", text, re.M)
+    assert "% test accuracy" in sentence and f"<li>b: {sentence}</li>" in page and page.count("<h2>Result</h2>") == 1
+    (runs_section,) = re.findall(r"<details><summary>Runs</summary>(.*?)</details>", page, re.S)
+    assert "b-seed1" in runs_section and "Repeat with" not in runs_section
+    assert "<summary>Worst" not in page and "<h2>Accuracy</h2>" in page
     assert "`b-seed1`" in text and "62.50 ± 17.68</td>" in page and "<li>clients: 4</li>" in page
     assert "<script" not in page and "&lt;script&gt;" in page
     # The text links its figures, the page holds them, and nothing is loaded from elsewhere.

@@ -19,6 +19,7 @@ class Table:
     head: Sequence[str]  # texts above the columns, which may have several lines
     rows: Sequence[Sequence[str]]  # texts of each row, one for each column
     note: str = ""  # explanation of the numbers, which is not part of the rendered table either
+    is_folded: bool = False  # a web page shows only the title until a reader opens it
     best_row: int | None = None  # number of the row that a terminal shows in bold
     alignment: str = ""  # `l` or `r` per column; by default the first column is on the left and the others on the right
 

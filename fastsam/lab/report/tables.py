@@ -90,27 +90,42 @@ def _final_accuracies(group: Group) -> dict[int, float]:
 
 def all_tables(runs: Sequence[FinishedRun]) -> list[Table]:
     """Return all tables of a report for which there are numbers."""
-    tables = [accuracy(runs), last_metrics(runs), to_target(runs), cost(runs), last_measures(runs)]
+    tables = [
+        accuracy(runs),
+        extreme_clients(runs),
+        last_metrics(runs),
+        to_target(runs),
+        cost(runs),
+        last_measures(runs),
+    ]
     return [table for table in tables if table is not None]
 
 
 def accuracy(runs: Sequence[FinishedRun]) -> Table:
-    """Return the table of accuracies: final, best and mean of the last ten evaluated rounds; and over clients."""
+    """Return the table of accuracies: final, best and mean of the last ten evaluated rounds; mean over clients."""
     columns: list[Column] = [
         ("final %", partial(percent, key="accuracy_final")),
         ("best %", partial(percent, key="accuracy_best")),
         ("last ten %", partial(percent, key="accuracy_last10")),
         ("clients %", _clients),
-        ("worst client %", partial(_extreme, extreme="min", client_key="client_worst")),
-        ("best client %", partial(_extreme, extreme="max", client_key="client_best")),
     ]
     note = (
         "Accuracy of the global model on the test set; with several seeds mean ± the sample's standard deviation over "
         "them. Clients: mean ± standard deviation over the clients, averaged over the seeds, each client on its own "
-        f"validation samples (mode {_validation(runs)!r}); the worst and the best client with their numbers, seed by "
-        "seed."
+        f"validation samples (mode {_validation(runs)!r})."
     )
     return _table("Accuracy", runs, columns, note)
+
+
+def extreme_clients(runs: Sequence[FinishedRun]) -> Table | None:
+    """Return the folded table of the worst and the best client, or None if clients were not evaluated."""
+    columns: list[Column] = [
+        ("worst client %", partial(_extreme, extreme="min", client_key="client_worst")),
+        ("best client %", partial(_extreme, extreme="max", client_key="client_best")),
+    ]
+    note = "Final accuracy of the worst and of the best client, averaged over the seeds; the clients seed by seed."
+    table = replace(_table("Worst and best clients", runs, columns, note), is_folded=True)
+    return table if any(cell != DASH for row in table.rows for cell in row[1:]) else None
 
 
 def last_metrics(runs: Sequence[FinishedRun]) -> Table | None:
