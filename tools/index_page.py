@@ -1,8 +1,8 @@
 """Absolute links in README, for the page of a package index: `python tools/index_page.py OWNER/NAME REF`.
 
-The page of an index has no files next to it. Pictures are then read from the repository OWNER/NAME at the commit or tag
-REF, and so are the pages that README links to. A badge shows the state of the checks. README is rewritten in place, in
-a checkout that is built and thrown away.
+The page of an index has no files next to it. Pictures and linked pages are read from the repository OWNER/NAME at REF,
+a commit or a tag. A badge shows the state of the checks. README is rewritten in place, in a checkout that is built and
+thrown away.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ def short_table(runs: Sequence[FinishedRun], title: str = "", width: int = 120) 
 
     If it is too wide, numbers have less space between them, or columns are left out: best accuracy, traffic, time.
     Numbers are means over the seeds ± the sample's standard deviation. Accuracies of clients are means over the clients
-    ± their deviation. Of several labels, the one with the best final accuracy is the table's best row.
+    ± their deviation. The best row is the label with the best final accuracy, if there are several labels.
     """
     target = target_of(runs)
     columns: list[Column] = [
