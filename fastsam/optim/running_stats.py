@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -69,11 +69,13 @@ class RunningStatsFreezer:
 class BatchNormWatch:
     """Warns once if a BatchNorm layer with parameters of the optimizer runs in the second pass of the first step.
 
-    Modules call a global hook, and only in this one pass, because the optimizer knows parameters and no modules.
+    Modules call a global hook, and only in this one pass, because the optimizer knows parameters and no modules. The
+    hook keeps no watch alive, and ends with it when an optimizer is dropped between the passes.
     """
 
     def __init__(self) -> None:
         self._handle: RemovableHandle | None = None
+        self._end: weakref.finalize[[], Any] | None = None
         self._params: set[int] = set()
 
     def begin(self, groups: Groups) -> None:
@@ -81,9 +83,11 @@ class BatchNormWatch:
         if self._handle is None and not torch.compiler.is_compiling():
             self._params = {id(p) for p in parameters_of(groups) if p.dim() == 1}
             if self._params:
-                self._handle = register_module_forward_pre_hook(self._check)
+                self._handle = register_module_forward_pre_hook(_hook_of(weakref.ref(self)))
+                self._end = weakref.finalize(self, self._handle.remove)
+                self._end.atexit = False
 
-    def _check(self, module: nn.Module, inputs: Any) -> None:
+    def check(self, module: nn.Module) -> None:
         """Warn if `module` writes statistics. A momentum of 0, as in loops that freeze layers by hand, writes none."""
         writes = isinstance(module, _BatchNorm) and module.training and module.track_running_stats
         if writes and module.momentum != 0 and id(module.weight) in self._params:
@@ -92,6 +96,17 @@ class BatchNormWatch:
 
     def end(self) -> None:
         """End the watch, also without a `begin`."""
-        if self._handle is not None:
-            self._handle.remove()
-            self._handle = None
+        if self._end is not None:
+            self._end()
+            self._handle = self._end = None
+
+
+def _hook_of(reference: weakref.ref[BatchNormWatch]) -> Callable[[nn.Module, Any], None]:
+    """Return the hook of a watch, to which it has only a weak reference."""
+
+    def hook(module: nn.Module, inputs: Any) -> None:
+        watch = reference()
+        if watch is not None:
+            watch.check(module)
+
+    return hook
