@@ -216,7 +216,7 @@ class Signs(SAM):
 
 @pytest.mark.parametrize(("variant", "is_right"), [(Squares, True), (Signs, False)])
 def test_the_scale_cancels_in_a_homogeneous_direction(variant: type[SAM], is_right: bool) -> None:
-    """As `SAM.direction` says. The 1e-12 below the perturbation is not scaled, so the last digits differ."""
+    """Compare trainings with two scales. The 1e-12 below the perturbation is not scaled, so the last digits differ."""
 
     def train(scale: float) -> list[Tensor]:
         params = make_parameters([(5, 3), (8,)], torch.float64)
