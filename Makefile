@@ -75,7 +75,7 @@ $(VENV)/.has-tests: $(VENV)/.has-torch pyproject.toml
 # --- using it ---
 
 demo: $(VENV)/.has-fastsam ## five federated algorithms on handwritten digits: a table, a sentence each, plots
-	@$(BIN)/fastsam compare examples/showcase.toml
+	@$(BIN)/fastsam demo
 
 $(VENV)/.has-docs: $(VENV)/.has-torch pyproject.toml constraints.txt
 	$(call install_fastsam,[docs])

@@ -38,6 +38,7 @@ sys.modules["fastsam_kernels"] = package = module_from_spec(spec)
 spec.loader.exec_module(package)
 from fastsam_kernels import build as native  # noqa: E402  (standard library only)
 
+CONFIGS = ("showcase.toml", "digits.toml", "digits_sharpness.toml", "private.toml")  # fastsam/lab/examples.py has them
 PYTHON_TAG = "cp310"  # the oldest Python served; the libraries have no Python symbols, so every later one is too
 
 
@@ -108,11 +109,17 @@ class Build(build):
 
 class BuildPy(build_py):
     def run(self) -> None:
-        """Copy the packages, without what an earlier build (of files since removed) left in the build folder."""
+        """Copy the packages and the example configs, without what an earlier build (of files since removed) left in the
+        build folder."""
         if not self.editable_mode:
             for package in ("fastsam", "fastsam_kernels"):
                 shutil.rmtree(Path(self.build_lib) / package, ignore_errors=True)
         super().run()
+        if not self.editable_mode:
+            folder = Path(self.build_lib) / "fastsam" / "lab" / "configs"
+            folder.mkdir(parents=True, exist_ok=True)
+            for name in CONFIGS:
+                shutil.copyfile(ROOT / "examples" / name, folder / name)
 
 
 class BdistWheel(bdist_wheel):

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from fastsam.optim import FusedSAM, Lion, variants
     from fastsam.optim.variants import GSAM, MSAM, SAM
 
-__version__ = "0.1.0"
+__version__ = "0.1.0.dev0"
 __all__ = ["GSAM", "MSAM", "SAM", "FusedSAM", "Lion", "backend", "frozen_batchnorm_stats", "variants"]
 
 # Imported at first use, so that `fastsam info` works, and names what is missing, even if torch is not installed.

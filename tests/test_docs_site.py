@@ -45,15 +45,22 @@ def test_its_links_lead_somewhere(page: str) -> None:
 
 
 READER_FILES = {"study.py", "train.py", "QUESTION.json"}  # files of the reader, or of another project
+RUN_FILES = {"config.json", "environment.json", "summary.json"}  # files that a run writes
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if page != "CHANGELOG.md"])
 def test_the_files_that_it_names_exist(page: str) -> None:
     code = re.findall(r"`([\w./-]+\.(?:py|h|cu|cuh|cpp|json|toml|js))`", text_of(page))
     names = {name for name in code if "NAME" not in name and not name.startswith(("runs/", "DIR"))} - READER_FILES
+    names -= RUN_FILES
     result = ["/" + path.relative_to(ROOT).as_posix() for folder in FOLDERS for path in (ROOT / folder).rglob("*.*")]
     missing_names = [name for name in sorted(names) if not any(path.endswith(f"/{name}") for path in result)]
     assert not missing_names, f"{page} names {missing_names}"
+
+
+def test_the_files_of_a_run_have_these_names() -> None:
+    source = "".join(path.read_text() for path in (ROOT / "fastsam").rglob("*.py"))
+    assert all(f'"{name}"' in source for name in RUN_FILES)
 
 
 def test_the_choices_of_a_variant_are_attributes_of_sam() -> None:

@@ -1,4 +1,4 @@
-"""The `fastsam` command: `info`, `run`, `compare`, `reproduce` and `plots`.
+"""The `fastsam` command: `info`, `demo`, `run`, `compare`, `reproduce` and `plots`.
 
 Heavy modules (torch first of all) are imported inside the commands, so that `fastsam info` can say that torch is
 missing. Exit codes: 0 done; 1 an error, shown in one message; 2 wrong usage; 130 interrupted with Ctrl-C.
@@ -22,8 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from fastsam.extras import DISTRIBUTION, install_command, installed_version, missing_module_hint, torchvision_command
 from fastsam.lab import completion
-from fastsam.lab.cli_help import Parser
-from fastsam.lab.completion import SHELLS
+from fastsam.lab.cli_parser import parser
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -38,69 +37,6 @@ OPTIONAL = {  # packages that some uses need, and what each is for
     "torchvision": f"EMNIST, CIFAR, image folders and the model vit_b_32: {torchvision_command()}",
     "dp-accounting": f"epsilon of runs with noise: {install_command('privacy')}",
 }
-
-
-def parser() -> argparse.ArgumentParser:
-    """Return the parser. `parse_known_args` leaves flags for config keys over; `fastsam.lab.config` reads them."""
-    top = Parser(prog="fastsam", description="Fused Sharpness-Aware Minimization, and federated experiments with it.")
-    top.add_argument("--version", action="store_true", help="print the version and exit")
-    text = "print what a shell evaluates to complete this command"
-    top.add_argument("--print-completion", metavar="SHELL", choices=SHELLS, help=f"{text}: {' or '.join(SHELLS)}")
-    commands = top.add_subparsers(dest="command", metavar="COMMAND", parser_class=Parser)
-    text = "versions, and which backends are available and why not"
-    commands.add_parser("info", help=text).add_argument("--json", action="store_true", help="print it as JSON")
-    usage = "fastsam run CONFIG [--key value ...] [options]"
-    run = commands.add_parser("run", help="one federated run from a config file", usage=usage, shows_keys=True)
-    usage = "fastsam compare CONFIG --algorithms A,B [--seeds 0,1] [--sweep key=a,b]\n"
-    usage += " " * 23 + "[--surface [POINTS]] [--key value ...] [options]"
-    text = "several algorithms on the same data, side by side"
-    compare = commands.add_parser("compare", help=text, usage=usage, shows_keys=True)
-    usage = "fastsam reproduce TABLE [--scale [NAME]] [--seeds 0,1] [--key value ...]\n       fastsam reproduce --list"
-    text = "a table or figure of the papers, published numbers beside ours"
-    reproduce = commands.add_parser("reproduce", help=text, usage=usage)
-    text = "the curves of finished runs, those from Python too"
-    plots = commands.add_parser("plots", help=text, usage="fastsam plots DIR [DIR ...] [--out DIR]")
-    plots.add_argument(
-        "directories", metavar="DIR", nargs="+", type=Path, help="a run directory, or a folder with several below it"
-    )
-    plots.add_argument(
-        "--out", type=Path, metavar="DIR", help="where curves.png goes; default: the directory, if it is one"
-    )
-    for command in (run, compare):
-        command.add_argument("--print-config", action="store_true", help="print the resolved config as JSON and exit")
-        command.add_argument("config", metavar="CONFIG", help=".toml file, or the config.json of a run directory")
-    compare.add_argument(
-        "--algorithms", metavar="A,B", help="what to compare, or all; default: the file's [compare] table"
-    )
-    compare.add_argument(
-        "--sweep", metavar="KEY=A,B", action="append", help="run every value of a key; given again: all combinations"
-    )
-    text = "loss surfaces of the final models on a grid [51]"
-    compare.add_argument("--surface", metavar="POINTS", type=int, nargs="?", const=51, help=text)
-    reproduce.add_argument("table", metavar="TABLE", nargs="?", help="its name, such as fedlesam-table2")
-    reproduce.add_argument("--list", action="store_true", help="the tables and figures, and what each needs")
-    reproduce.add_argument(
-        "--scale", metavar="NAME", nargs="?", const="digits", help="run it in small, on the digits [digits]"
-    )
-    for command in (compare, reproduce):
-        command.add_argument(
-            "--seeds", metavar="0,1", help="each algorithm once per seed; default: those of the file or table"
-        )
-    for command in (run, compare, reproduce):
-        text = "where results go; default: a new numbered directory under runs/"
-        command.add_argument("--run-dir", type=Path, metavar="DIR", help=text)
-        text = "an installed package that the config may import"
-        command.add_argument("--trust", action="append", default=[], metavar="PACKAGE", help=text)
-        command.add_argument(
-            "--resume",
-            action="store_true",
-            help="continue an interrupted run; without --run-dir: in the last numbered directory",
-        )
-    for command in (*commands.choices.values(), top):
-        command.add_argument(
-            "--debug", action="store_true", default=argparse.SUPPRESS, help="show an error's traceback"
-        )
-    return top
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -135,7 +71,11 @@ def _call_command(top: argparse.ArgumentParser, argv: Sequence[str] | None, debu
     if arguments.command is None:
         top.print_help()
         return USAGE
-    if flags and (arguments.command in ("info", "plots") or not flags[0].startswith("--")):
+    if arguments.command == "demo" and arguments.copy is None:
+        from fastsam.lab import examples
+
+        return _call_command(top, ["compare", str(examples.path(examples.SHOWCASE)), *flags], debug)
+    if flags and (arguments.command in ("info", "demo", "plots") or not flags[0].startswith("--")):
         top.error(f"unrecognized arguments: {' '.join(flags)}")
     with warnings.catch_warnings():
         if not debug:
@@ -144,8 +84,8 @@ def _call_command(top: argparse.ArgumentParser, argv: Sequence[str] | None, debu
             _check_one_process(arguments.command)
         if arguments.command == "reproduce" and arguments.list:
             return list_tables(arguments, flags)
-        if arguments.command in ("info", "plots"):
-            return {"info": info, "plots": plots}[arguments.command](arguments, flags)
+        if arguments.command in ("info", "demo", "plots"):
+            return {"info": info, "demo": copy_examples, "plots": plots}[arguments.command](arguments, flags)
         from fastsam.fed.common.trust import trust_names
 
         with trust_names(*arguments.trust):
@@ -320,6 +260,15 @@ def list_tables(arguments: argparse.Namespace, flags: Sequence[str]) -> int:
     listing = resources.files("fastsam.lab") / "reproduce" / "tables" / "listing.json"
     for name, title, needs, runs in json.loads(listing.read_text()):
         _say(_console(), {name: f" {title}\n{'':<18}data: {needs}; runs: {runs} with --scale"})
+    return 0
+
+
+def copy_examples(arguments: argparse.Namespace, flags: Sequence[str]) -> int:
+    """Run `fastsam demo --copy DIR`."""
+    from fastsam.lab import examples
+
+    for path in examples.copy(arguments.copy):
+        print(f"fastsam compare {_quote(path)}")
     return 0
 
 

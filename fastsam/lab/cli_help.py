@@ -8,6 +8,7 @@ import functools
 import re
 import shutil
 import textwrap
+from collections.abc import Sequence
 from typing import Any, NoReturn
 
 INDENT = 22  # columns before a meaning: the longest key and two blanks
@@ -17,19 +18,30 @@ class Parser(argparse.ArgumentParser):
     """Parser of a command. With `shows_keys`, `--help TOPIC` imports `fastsam.fed` and shows the keys of a config."""
 
     def __init__(self, *, shows_keys: bool = False, **keywords: Any) -> None:
-        layout = functools.partial(argparse.HelpFormatter, max_help_position=INDENT)
+        layout = functools.partial(argparse.RawDescriptionHelpFormatter, max_help_position=INDENT)
         super().__init__(**{"formatter_class": layout, **keywords}, allow_abbrev=False, add_help=not shows_keys)
         if shows_keys:
             text = f"this page, or the keys of a config: {', '.join(TOPICS)}"
             self.add_argument("-h", "--help", nargs="?", metavar="TOPIC", action=_Help, help=text)
 
+    def show_examples(self, lines: Sequence[str]) -> None:
+        """Show command lines at the end of the page."""
+        self.epilog = "examples:\n" + "\n".join(f"  {line}" for line in lines)
+
     def error(self, message: str) -> NoReturn:
         """End with the usage, the message, and the choice that was probably meant."""
         match = re.search(r"invalid choice: '(.*?)' \(choose from (.*)\)", message)
+        if match and match[1] in _OTHER_COMMANDS:
+            super().error(f"there is no command {match[1]!r}: write `{_OTHER_COMMANDS[match[1]]}`")
         suggestions = difflib.get_close_matches(match[1], re.findall(r"[\w-]+", match[2]), n=1) if match else []
         super().error(message + "".join(f"; did you mean {name!r}?" for name in suggestions))
 
 
+_OTHER_COMMANDS = {  # what a user may expect to be a command
+    "sweep": "fastsam compare CONFIG --sweep lr=0.05,0.1", "tune": "fastsam compare CONFIG --sweep lr=0.05,0.1",
+    "train": "fastsam run CONFIG", "resume": "fastsam run CONFIG --run-dir DIR --resume", "plot": "fastsam plots DIR",
+    "version": "fastsam --version", "list": "fastsam run --help algorithms",
+}  # fmt: skip
 TOPICS = ("data", "model", "run", "privacy", "compression", "measures", "algorithms", "all")
 
 

@@ -21,7 +21,7 @@ from fastsam.fed.data import FederatedData
 from fastsam.fed.loop.options import RESUMABLE
 from fastsam.fed.rundir.checkpoint import RunDirectoryError
 from fastsam.lab import experiment
-from fastsam.lab.config import ConfigError, ConfigSource, resolve, with_current_options
+from fastsam.lab.config import ConfigError, ConfigSource, resolve
 from fastsam.lab.experiment import Experiment
 from fastsam.lab.plots.curves import value_text
 from fastsam.lab.report.finished import FinishedRun, by_label, panel_name
@@ -229,7 +229,7 @@ def _config_of(directory: Path) -> dict[str, Any]:
         content = read_json(directory / "config.json")
     except (OSError, ValueError):
         return {}
-    return with_current_options(content) if isinstance(content, dict) else {}
+    return content if isinstance(content, dict) else {}
 
 
 def write_record(plan: Plan, directory: Path) -> None:

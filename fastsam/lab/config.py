@@ -24,7 +24,6 @@ from fastsam.fed.common.atomic_files import read_bytes, read_json
 from fastsam.fed.common.checks import nearest
 from fastsam.fed.common.import_paths import import_object, is_import_path
 from fastsam.fed.common.option import kinds
-from fastsam.fed.rundir.manifest import with_current_names
 from fastsam.lab.run_config import KEYS, OPTION_TABLES, TABLES, RunConfig, foreign_keys, short_name
 
 if sys.version_info >= (3, 11):
@@ -81,8 +80,6 @@ def read(path: str | Path, flags: Sequence[str] = ()) -> ConfigSource:
         raise ConfigError(f"{path} cannot be read as {'JSON' if is_json else 'TOML'}: {error}") from error
     if not isinstance(content, dict):
         raise ConfigError(f"{path} must hold keys and values, got {type(content).__name__}")
-    if is_json:
-        content = with_current_options(content)
     tables = {
         key: value for key, value in content.items() if isinstance(value, dict) and key not in {*TABLES, *OPTION_TABLES}
     }
@@ -93,16 +90,6 @@ def read(path: str | Path, flags: Sequence[str] = ()) -> ConfigSource:
             raise ConfigError(f"[compare] holds the lists 'algorithms', 'seeds' and 'sweep', got {key} = {value!r}")
     flat, flag_tables = parse_flags(flags)
     return ConfigSource(values, tables, compare, flat, flag_tables, str(values.get("name") or path.stem))
-
-
-def with_current_options(record: dict[str, Any]) -> dict[str, Any]:
-    """Return the content of a config.json with today's names. Options of privacy and measures are in their tables."""
-    options = with_current_names(record)
-    flat = {("clip" if key == "clip_update" else key): options.pop(key) for key in _FLAT_PRIVACY if key in options}
-    settings = options.pop("measure_options", None)
-    if settings:
-        options["measures"] = {"names": options.get("measures", []), **settings}
-    return options | {"privacy": flat} if flat else options
 
 
 def imports(source: ConfigSource) -> list[tuple[str, str]]:
@@ -284,7 +271,6 @@ def _kinds_in_a_file(key: str) -> tuple[type, ...]:
     return tuple(kind for kind in file_kinds if kind in _FILE_TYPES)
 
 
-_FLAT_PRIVACY = ("clip_update", "noise_multiplier", "noise", "delta", "accountant")  # keys of older files
 _FILE_TYPES = (bool, int, float, str, dict, list, type(None))  # types that a file can express
 
 

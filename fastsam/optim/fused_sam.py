@@ -25,7 +25,7 @@ from torch.optim import Optimizer
 
 from fastsam.optim import amp, in_backward, parameters
 from fastsam.optim.base_optimizer import make_base, options_of_base
-from fastsam.optim.grad_checks import AccumulationCheck, ClipCheck
+from fastsam.optim.grad_checks import AccumulationCheck, ClipCheck, SecondPassCheck
 from fastsam.optim.hparams import LossScales, check_flag, check_group
 from fastsam.optim.one_pass import make_engine
 from fastsam.optim.param_groups import add_param_group, check_parameters, describe, share_groups
@@ -152,6 +152,7 @@ class FusedSAM(StepPhaseMixin, Optimizer):
             self._engine.in_backward = in_backward.InBackwardHooks()
         self._scaler_tracker = amp.GradScalerTracker()
         self._accumulation_check, self._clip_check = AccumulationCheck(), ClipCheck()
+        self._second_pass_check = SecondPassCheck()
         self._running_stats = RunningStatsFreezer(model)
         share_groups(self)
         check_parameters(self)
@@ -266,6 +267,8 @@ class FusedSAM(StepPhaseMixin, Optimizer):
         graph = torch.is_grad_enabled()
         try:
             self._perturb(None if engine.plan.is_plain_sam else self._scaler_tracker.scale, zero_grad)
+            if engine.weight_state is WeightState.PERTURBED and engine.in_backward is None:
+                self._second_pass_check.record(self.param_groups, is_cleared=zero_grad)
             if zero_grad:
                 self.zero_grad()
         except BaseException:
@@ -299,7 +302,7 @@ class FusedSAM(StepPhaseMixin, Optimizer):
         """
         grads = self._engine.collect_grads()
         self._engine.perturb(grads, loss_scale, clears_grads)
-        self._running_stats.freeze()
+        self._running_stats.freeze(self.param_groups)
         if self._engine.plan.combines_grads:
             self._clip_check.watch(self.param_groups[0]["params"])
 
@@ -312,10 +315,11 @@ class FusedSAM(StepPhaseMixin, Optimizer):
             self.base_optimizer._opt_called = True  # type: ignore[attr-defined]
         grad_scale, found_inf = self.__dict__.get("grad_scale"), self.__dict__.get("found_inf")
         found_inf = found_inf if isinstance(found_inf, Tensor) else None  # 0 when no parameter has a gradient
+        level = 6 if engine.is_finishing else 5
+        self._second_pass_check.warn(self.param_groups, level)
         grads, scales = engine.collect_grads(), NO_SCALES
         if found_inf is None and engine.plan.combines_grads:
-            name, level = type(engine.variant).__name__, 6 if engine.is_finishing else 5
-            self._clip_check.warn(self.param_groups[0]["params"], name, level)
+            self._clip_check.warn(self.param_groups[0]["params"], type(engine.variant).__name__, level)
         if found_inf is not None:
             if engine.has_sharded_params:
                 raise RuntimeError(amp.SHARDED)
@@ -372,6 +376,7 @@ class FusedSAM(StepPhaseMixin, Optimizer):
 
     def _recover(self) -> None:
         """Restore the weights and update running statistics again, at any moment of a step."""
+        self._second_pass_check.reset()
         try:
             self._engine.abort_step()
         finally:

@@ -1,5 +1,8 @@
-"""Warnings about accumulated gradients, which exist when `step(closure)` begins and which it would clear, and about
-gradients that are clipped by hand, with a variant that combines both gradients of a step."""
+"""Warnings about the gradients of a step.
+
+`AccumulationCheck` finds gradients that `step(closure)` would clear. `SecondPassCheck` finds a second backward pass
+that is missing. `ClipCheck` finds gradients that are clipped by hand, with a variant that combines both gradients.
+"""
 
 from __future__ import annotations
 
@@ -24,6 +27,10 @@ ACCUMULATED = (
     "micro-batches, run all of them inside the closure, or call first_step(zero_grad=True) after the backward passes "
     "of all and second_step(zero_grad=True) after theirs once more. Without accumulation, leave out the backward pass "
     "before step(closure)"
+)
+NO_SECOND_PASS = (
+    "the gradients have not changed since first_step(). The second backward pass is missing: call loss.backward() at "
+    "the perturbed weights, between first_step() and second_step(). Without it, this step is {}"
 )
 CLIPPED = (
     "the second gradient was written between its backward pass and the update, as clip_grad_norm_ does. {} combines "
@@ -67,8 +74,51 @@ class AccumulationCheck:
             warnings.warn(ACCUMULATED, UserWarning, stacklevel=5)
 
 
+class SecondPassCheck:
+    """Check that a backward pass was made between the two halves of a step, in the first steps."""
+
+    def __init__(self) -> None:
+        self._steps_left = FIRST
+        self._oldest: weakref.ref[Tensor] | None = None  # new tensors may have the ids of deleted ones
+        self._old_marks: list[tuple[int, int]] | None = None  # None: there is nothing to compare with
+
+    def reset(self) -> None:
+        """Forget the recorded gradients, because the step was given up."""
+        self._old_marks = None
+
+    def record(self, groups: Groups, is_cleared: bool) -> None:
+        """Record the gradients at the end of a first half, before they are cleared if `is_cleared`."""
+        self._old_marks = None
+        if not self._steps_left or torch.compiler.is_compiling():
+            return
+        self._steps_left -= 1
+        grads = [g for p in parameters_of(groups) if (g := p.grad) is not None]
+        if grads:
+            self._oldest = None if is_cleared else weakref.ref(grads[0])
+            self._old_marks = [] if is_cleared else _local_marks(grads)
+
+    def warn(self, groups: Groups, stacklevel: int) -> None:
+        """Warn once if the gradients are still the recorded ones."""
+        if torch.compiler.is_compiling():
+            return
+        old_marks, self._old_marks = self._old_marks, None
+        if old_marks is None:
+            return
+        grads = [g for p in parameters_of(groups) if (g := p.grad) is not None]
+        is_replaced = self._oldest is not None and self._oldest() is None
+        if not is_replaced and _local_marks(grads) == old_marks:
+            self._steps_left = 0
+            meaning = "one of the base optimizer, without SAM" if grads else "made without gradients"
+            warnings.warn(NO_SECOND_PASS.format(meaning), UserWarning, stacklevel)
+
+
 def _marks(grads: Sequence[Tensor]) -> list[tuple[int, int]]:
     return list(zip(map(id, grads), map(_version_of, grads), strict=True))
+
+
+def _local_marks(grads: Sequence[Tensor]) -> list[tuple[int, int]]:
+    """Return identities and versions, where a write into the local part of a sharded gradient counts too."""
+    return [(id(g), g._version + (to_local(g)._version if is_dtensor(g) else 0)) for g in grads]
 
 
 class ClipCheck:

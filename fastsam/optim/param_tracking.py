@@ -301,7 +301,7 @@ class ParamTracker:
     def unpickle(self, state: dict[str, Any]) -> None:
         """Take over the result of `pickle`."""
         self.in_backward = InBackwardHooks() if state["in_backward"] else None
-        self.set_max_grad_norm(state.get("max_grad_norm"))  # older pickles have none
+        self.set_max_grad_norm(state["max_grad_norm"])
         self.perturbations = state["perturbations"]
         params = parameters_of(self.base.param_groups)
         weights = {p: tensors for p, tensors in zip(params, state["saved"], strict=True) if tensors}

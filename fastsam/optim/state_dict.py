@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from fastsam.optim.amp import GradScalerTracker
 from fastsam.optim.base_optimizer import unhooked_step
-from fastsam.optim.grad_checks import AccumulationCheck, ClipCheck
+from fastsam.optim.grad_checks import AccumulationCheck, ClipCheck, SecondPassCheck
 from fastsam.optim.one_pass import make_engine
 from fastsam.optim.param_groups import share_groups
 from fastsam.optim.param_tracking import WeightState
@@ -87,7 +87,7 @@ def load_state_dict(optimizer: Any, state_dict: dict[str, Any]) -> None:
             group.update(new)
     engine.load_checked(new_state)
     if new_state.is_perturbed and not engine.one_pass:
-        optimizer._running_stats.freeze()
+        optimizer._running_stats.freeze(optimizer.param_groups)
     optimizer._accumulation_check.reset()
     optimizer._scaler_tracker.saved_scale = new_state.scale
     for post_hook in optimizer._optimizer_load_state_dict_post_hooks.values():
@@ -104,7 +104,7 @@ def make_pickle(optimizer: Any) -> dict[str, Any]:
         **Optimizer.__getstate__(optimizer),
         **optimizer._engine.pickle(),
         "base_optimizer": optimizer.base_optimizer,
-        "check_finite": optimizer.skip_nonfinite,
+        "skip_nonfinite": optimizer.skip_nonfinite,
         "scale": None if scale is None else scale.clone(),
         "model": running_stats.modules,
         "frozen": running_stats.frozen,
@@ -115,7 +115,7 @@ def load_pickle(optimizer: Any, state: dict[str, Any]) -> None:
     """Restore an optimizer from the result of `make_pickle`."""
     of_torch = ("state", "param_groups", "defaults", "base_optimizer")
     Optimizer.__setstate__(optimizer, {name: state[name] for name in of_torch})
-    optimizer.skip_nonfinite = state["check_finite"]
+    optimizer.skip_nonfinite = state["skip_nonfinite"]
     share_groups(optimizer)
     optimizer._engine = make_engine(
         optimizer.base_optimizer, state["backend"], state["stochastic_rounding"], state["exclusive"], state["variant"]
@@ -125,6 +125,7 @@ def load_pickle(optimizer: Any, state: dict[str, Any]) -> None:
     optimizer._scaler_tracker = GradScalerTracker(state["scale"])
     optimizer._accumulation_check, optimizer._clip_check = AccumulationCheck(), ClipCheck()
     optimizer._accumulation_check.reset()
+    optimizer._second_pass_check = SecondPassCheck()
     optimizer._follow_modules()
 
 

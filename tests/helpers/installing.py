@@ -18,7 +18,10 @@ import pytest
 from tests.helpers.places import ROOT
 
 SITE = Path(sysconfig.get_path("purelib"))
-PACKAGED = ("fastsam", "kernels", "csrc", "setup.py", "pyproject.toml", "MANIFEST.in", "LICENSE", "README.md")
+PACKAGED = (
+    *("fastsam", "examples", "kernels", "csrc"),
+    *("setup.py", "pyproject.toml", "MANIFEST.in", "LICENSE", "README.md"),
+)
 SETTINGS = (
     "CXX", "CUDACXX", "CUDA_HOME", "FASTSAM_NATIVE", "FASTSAM_CUDA", "FASTSAM_JIT", "PYTHONPATH", "XDG_CACHE_HOME",
 )  # fmt: skip

@@ -15,7 +15,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from fastsam.lab import cli
+from fastsam.lab import cli, examples
+from tests.helpers.places import ROOT
 
 CONFIG = """
 clients = 6
@@ -326,3 +327,57 @@ def test_ctrl_c_in_a_comparison_resumes_with_the_command_it_prints(cwd: Path) ->
     assert (cwd / "cmp" / "fedavg-seed0" / "metrics.jsonl").read_bytes() == first
     assert [len(metrics(cwd / "cmp" / f"{name}-seed0")) for name in ("fedavg", "fedsam")] == [40, 40]
     assert (cwd / "cmp" / "report.md").exists()
+
+
+def test_the_demo_is_the_comparison_of_the_example(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["demo", "--print-config", "--seeds", "4"]) == 0
+    actual = json.loads(capsys.readouterr().out)
+    assert cli.main(["compare", str(ROOT / "examples" / "showcase.toml"), "--print-config", "--seeds", "4"]) == 0
+    assert actual == json.loads(capsys.readouterr().out)
+    assert actual["compare"]["seeds"] == [4] and len(actual["compare"]["algorithms"]) == 5
+
+
+def test_the_demo_writes_examples_that_can_be_edited(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "my configs"
+    assert cli.main(["demo", "--copy", str(folder)]) == 0
+    commands = [shlex.split(line) for line in capsys.readouterr().out.splitlines()]
+    assert {Path(words[2]) for words in commands} == {folder / name for name in examples.CONFIGS}
+    for name in examples.CONFIGS:
+        assert (folder / name).read_text() == (ROOT / "examples" / name).read_text()
+        assert cli.main(["run", str(folder / name), "--print-config"]) == 0
+    (folder / "digits.toml").write_text("mine")
+    assert cli.main(["demo", "--copy", str(folder)]) == 1
+    assert "Choose another folder" in capsys.readouterr().err
+    assert (folder / "digits.toml").read_text() == "mine"
+
+
+def test_the_wheel_has_the_examples_that_the_demo_reads() -> None:
+    setup = (ROOT / "setup.py").read_text()
+    (names,) = re.findall(r"^CONFIGS = \((.*)\)", setup, re.M)
+    assert names == ", ".join(f'"{name}"' for name in examples.CONFIGS)
+
+
+@pytest.mark.parametrize("command", ["demo", "run", "compare", "reproduce", "plots"])
+def test_the_help_of_a_command_has_examples(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        cli.main([command, "--help"])
+    assert end.value.code == 0
+    text = capsys.readouterr().out.partition("examples:\n")[2]
+    lines = [line.strip() for line in text.splitlines()]
+    assert lines and all(line.startswith(f"fastsam {command}") for line in lines)
+    for line in lines:  # each can be parsed
+        cli.parser().parse_known_args(shlex.split(line)[1:])
+
+
+@pytest.mark.parametrize(("word", "remedy"), [("sweep", "compare CONFIG --sweep"), ("train", "fastsam run CONFIG")])
+def test_a_command_that_a_user_expects_is_named(word: str, remedy: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        cli.main([word, "a.toml"])
+    assert end.value.code == 2 and remedy in capsys.readouterr().err
+
+
+def test_slips_name_the_option_or_algorithm(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["run", str(ROOT / "examples" / "digits.toml"), "--clients_per_round", "5"]) == 1
+    assert "did you mean 'cohort'" in capsys.readouterr().err
+    assert cli.main(["run", str(ROOT / "examples" / "digits.toml"), "--algorithm", "fedsan"]) == 1
+    assert "did you mean 'fedsam'" in capsys.readouterr().err

@@ -1,8 +1,10 @@
 """The tables, report.md, report.html and summary.json of a comparison, from histories whose numbers are known."""
 
 import base64
+import io
 import json
 import os
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,6 +13,7 @@ import pytest
 import torch
 from matplotlib.figure import Figure
 from pytest import MonkeyPatch
+from rich.console import Console
 from torch.nn.functional import cross_entropy
 
 from fastsam.lab.plots import ablations, classes, curves
@@ -65,6 +68,29 @@ def test_a_printed_table_cuts_no_number(width: int) -> None:
     assert sum(final in row for row in rows) == 3
 
 
+@pytest.mark.parametrize("width", [60, 80])
+def test_a_printed_table_breaks_no_word_and_has_the_best_label_in_bold(width: int) -> None:
+    names = ["fedavg", "centralised-sam, lr = 0.1", "fedlesam-d"]
+    runs = [make_run(name, 0, [0.5, 0.6 + (i == 1) / 10], 1) for i, name in enumerate(names)]
+    title = "three algorithms on the handwritten digits of scikit-learn, 50 clients with unequal classes"
+    out = io.StringIO()
+    console = Console(file=out, width=width, force_terminal=True, highlight=False, markup=False)
+    tables.short_table(runs, title, width).show(console)
+    printed = out.getvalue().replace("\x1b[1m", "<").replace("\x1b[0m", ">")
+    words = printed.replace("<", "").replace(">", "").split()
+    assert {*title.split(), "centralised-sam,", "fedlesam-d", "fedavg"} <= {*words}
+    bold = "".join(part.partition(">")[0] for part in printed.split("<")[1:])
+    assert "centralised-sam" in bold and "70.00" in bold and "fedavg" not in bold and "fedlesam" not in bold
+    assert max(map(len, printed.replace("<", "").replace(">", "").splitlines())) <= width
+
+
+def test_one_label_and_a_file_have_no_bold_row() -> None:
+    assert tables.short_table([make_run("a", seed, [0.5], 1) for seed in range(2)]).best_row is None
+    out = io.StringIO()
+    tables.short_table([make_run("a", 0, [0.5]), make_run("b", 0, [0.6])]).show(Console(file=out, width=120))
+    assert "b" in out.getvalue() and "\x1b" not in out.getvalue()
+
+
 def test_table_over_seeds_is_mean_and_the_deviation_of_a_sample() -> None:
     numbers = (("a", 0, 0.5, 1), ("a", 1, 0.7, 4), ("b", 0, 0.5, 1), ("b", 1, 0.3, None))
     runs = [make_run(name, seed, [accuracy], rounds) for name, seed, accuracy, rounds in numbers]
@@ -111,13 +137,17 @@ def test_no_target_no_column_and_missing_numbers_are_dashes() -> None:
     assert "rounds" not in " ".join(short.head) and short.rows[0][3] == "–"
 
 
-def test_accuracy_table_names_the_worst_and_the_best_client_of_each_seed() -> None:
+def test_a_folded_table_names_the_worst_and_the_best_client_of_each_seed() -> None:
     metrics = {"accuracy_last10": 0.5, "client_accuracy_min": 0.25, "client_accuracy_max": 1.0, "client_best": 3}
     runs = [make_run("a", i, [0.5], client_worst=7 + i, **metrics) for i in (0, 1)]
-    table = tables.accuracy([*runs, make_run("b", 0, [0.25])])
+    runs = [*runs, make_run("b", 0, [0.25])]
+    table, extremes = tables.accuracy(runs), tables.extreme_clients(runs)
     same = "50.00 ± 0.00"
-    assert table.rows[0] == ["a", same, same, same, "60.00 ± 15.00", "25.00 (client 7, 8)", "100.00 (client 3, 3)"]
-    assert table.rows[1][3:] == ["–", "60.00 ± 10.00", "–", "–"] and "'prior'" in table.note
+    assert table.rows[0] == ["a", same, same, same, "60.00 ± 15.00"]
+    assert table.rows[1][3:] == ["–", "60.00 ± 10.00"] and "'prior'" in table.note and not table.is_folded
+    assert extremes is not None and extremes.is_folded
+    assert extremes.rows == [["a", "25.00 (client 7, 8)", "100.00 (client 3, 3)"], ["b", "–", "–"]]
+    assert tables.extreme_clients(runs[2:]) is None
 
 
 def test_what_the_target_took_is_relative_to_fedavg_wherever_it_stands() -> None:
@@ -233,6 +263,11 @@ def test_comparison_files(tmp_path: Path) -> None:
         and "- clients: 4" in text
         and "fastsam compare x/config.json" in text
     )
+    (sentence,) = re.findall(r"^- b: (.*)$", text, re.M)
+    assert "% test accuracy" in sentence and f"<li>b: {sentence}</li>" in page and page.count("<h2>Result</h2>") == 1
+    (runs_section,) = re.findall(r"<details><summary>Runs</summary>(.*?)</details>", page, re.S)
+    assert "b-seed1" in runs_section and "Repeat with" not in runs_section
+    assert "<summary>Worst" not in page and "<h2>Accuracy</h2>" in page
     assert "`b-seed1`" in text and "62.50 ± 17.68</td>" in page and "<li>clients: 4</li>" in page
     assert "<script" not in page and "&lt;script&gt;" in page
     # The text links its figures, the page holds them, and nothing is loaded from elsewhere.

@@ -1,4 +1,5 @@
-"""Gradients that exist before `step(closure)`: one warning if no step has used them."""
+"""Gradients that exist before `step(closure)`: one warning if no step has used them. A second backward pass that is
+missing: one warning too."""
 
 import copy
 import warnings
@@ -10,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fastsam import FusedSAM
+from fastsam import FusedSAM, variants
 from tests.helpers.sam_oracle import backward, landscape, make_parameters
 
 SGD = torch.optim.SGD
@@ -131,3 +132,71 @@ def test_watching_keeps_no_gradient() -> None:
     references = [weakref.ref(p.grad) for p in loop.params]
     loop.opt.zero_grad()
     assert [g() for g in references] == [None, None]
+
+
+MISSING = "second backward pass is missing"
+
+
+@pytest.mark.parametrize("clears", [False, True], ids=["the first gradients are there", "none are there"])
+@pytest.mark.parametrize("end", ["second_step", "step"])
+def test_a_missing_second_pass_is_told_once(clears: bool, end: str) -> None:
+    loop = Loop()
+    with warnings.catch_warnings(record=True) as records:
+        warnings.simplefilter("always")
+        for _ in range(3):
+            loop.opt.zero_grad()
+            loop.closure()
+            loop.opt.first_step(zero_grad=clears)
+            getattr(loop.opt, end)()
+    assert [(w.category, w.filename) for w in records] == [(UserWarning, __file__)]
+    assert MISSING in str(records[0].message)
+    assert ("without gradients" if clears else "without SAM") in str(records[0].message)
+
+
+def _clear_and_repeat(loop: Loop) -> None:
+    loop.opt.zero_grad()
+    loop.closure()
+
+
+def _accumulate(loop: Loop) -> None:
+    loop.closure()
+
+
+def _write_by_hand(loop: Loop) -> None:
+    for p in loop.params:
+        p.grad = torch.ones_like(p)
+
+
+def _leave_all_but_one(loop: Loop) -> None:
+    loop.params[1].grad = torch.ones_like(loop.params[1])
+
+
+@pytest.mark.parametrize("second_pass", [_clear_and_repeat, _accumulate, _write_by_hand, _leave_all_but_one])
+@pytest.mark.parametrize("clears", [False, True])
+def test_a_second_pass_of_any_kind_is_not_told(second_pass: Callable[[Loop], None], clears: bool) -> None:
+    loop = Loop()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(6):
+            loop.opt.zero_grad()
+            loop.closure()
+            loop.opt.first_step(zero_grad=clears)
+            second_pass(loop)
+            loop.opt.second_step()
+
+
+def test_steps_that_do_not_perturb_or_are_given_up_need_no_second_pass() -> None:
+    params = make_parameters([(5, 3), (8,)], torch.float32)
+    opt = FusedSAM(params, SGD, lr=0.01, variant=variants.LookSAM(k=2))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for number in range(4):
+            opt.zero_grad()
+            landscape(params, number).backward()
+            opt.first_step()
+            if opt.is_perturbed:
+                opt.restore()
+                opt.first_step()
+                opt.zero_grad()
+                landscape(params, number).backward()
+            opt.second_step()

@@ -198,3 +198,37 @@ def test_a_region_of_autocast_around_whole_steps(base: type[torch.optim.Optimize
             losses.append(closure().item())
         ends.append((losses, *(p.tolist() for p in model.parameters())))
     assert ends[0] == ends[1], "each pass casts the weights that are there now"
+
+
+class Squares(SAM):
+    """A direction that is homogeneous and not linear."""
+
+    def direction(self, g: Tensor, state: Tensor, next_state: Tensor) -> Tensor:
+        return next_state.copy_(g * g.abs() / g.norm() + state / 2)
+
+
+class Signs(SAM):
+    """A direction that is neither."""
+
+    def direction(self, g: Tensor, state: Tensor, next_state: Tensor) -> Tensor:
+        return g + g.sign()
+
+
+@pytest.mark.parametrize(("variant", "is_right"), [(Squares, True), (Signs, False)])
+def test_the_scale_cancels_in_a_homogeneous_direction(variant: type[SAM], is_right: bool) -> None:
+    """Compare trainings with two scales. The 1e-12 below the perturbation is not scaled, so the last digits differ."""
+
+    def train(scale: float) -> list[Tensor]:
+        params = make_parameters([(5, 3), (8,)], torch.float64)
+        opt = FusedSAM(params, SGD, lr=0.1, variant=variant(0.05), backend="reference")
+        scaler = torch.amp.GradScaler("cpu", init_scale=scale)
+        for step in range(3):
+            scaled_backward(params, scaler, step)
+            opt.first_step()
+            scaled_backward(params, scaler, step)
+            scaler.step(opt)
+            scaler.update()
+        return [p.detach() for p in params]
+
+    pairs = zip(train(2.0**16), train(1.0), strict=True)
+    assert all(torch.allclose(a, b, rtol=1e-9, atol=1e-9) for a, b in pairs) is is_right

@@ -1,7 +1,9 @@
 """`FusedSAM(..., model=...)`: the second pass stays out of running statistics; and which pass it is."""
 
 import copy
+import gc
 import pickle
+import warnings
 import weakref
 from collections.abc import Callable
 
@@ -54,6 +56,7 @@ def in_a_context(loop: Loop) -> None:
         loop.opt.step()
 
 
+HOOKS = torch.nn.modules.module._global_forward_pre_hooks
 STYLES = (with_a_closure, in_halves, in_a_context)
 
 
@@ -163,3 +166,64 @@ def test_the_optimizer_does_not_keep_the_model() -> None:
     reference = weakref.ref(model)
     del model
     assert reference() is None and opt.param_groups
+
+
+def warnings_of(net: nn.Module, style: Callable[[Loop], None], **options: object) -> list[str]:
+    """Return the warnings about BatchNorm of three steps. Their places are in this file or in torch."""
+    opt = FusedSAM(net.parameters(), SGD, lr=0.01, **options)  # type: ignore[arg-type]
+    loop = Loop(net, opt)
+    with warnings.catch_warnings(record=True) as records:
+        warnings.simplefilter("always")
+        for _ in range(3):
+            style(loop)
+    return [str(w.message) for w in records]
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_batchnorm_without_the_model_is_told_once(style: Callable[[Loop], None]) -> None:
+    old_hooks = set(HOOKS)
+    (message,) = warnings_of(Net(), style)
+    assert "model=model" in message
+    assert set(HOOKS) <= old_hooks
+
+
+def frozen_by_hand(model: nn.Module) -> nn.Module:
+    model[1].momentum = 0  # type: ignore[index, operator]
+    return model
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_nothing_is_told_where_statistics_are_left_alone(style: Callable[[Loop], None]) -> None:
+    net = Net()
+    assert warnings_of(net, style, model=net) == []
+    assert warnings_of(Net().eval(), style) == []
+    assert warnings_of(frozen_by_hand(Net()), style) == []
+    assert warnings_of(nn.Sequential(nn.Conv1d(2, 4, 3), nn.GroupNorm(2, 4)), style) == []
+
+
+def test_a_batchnorm_of_another_model_is_not_told() -> None:
+    teacher, loop = Net(), Loop(net := nn.Sequential(nn.Conv1d(2, 4, 3)), FusedSAM(net.parameters(), SGD, lr=0.01))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        loop.loss()
+        loop.opt.first_step(zero_grad=True)
+        teacher(loop.x)
+        loop.loss()
+        loop.opt.second_step()
+
+
+@pytest.mark.parametrize("end", ["restore", "drop"])
+def test_a_step_that_is_given_up_leaves_no_hook(end: str) -> None:
+    gc.collect()
+    old_hooks = set(HOOKS)
+    model = Net()
+    loop = Loop(model, FusedSAM(model.parameters(), SGD, lr=0.01))
+    loop.loss()
+    loop.opt.first_step()
+    assert set(HOOKS) - old_hooks
+    if end == "restore":
+        loop.opt.restore()
+    else:
+        del loop
+        gc.collect()
+    assert set(HOOKS) == old_hooks

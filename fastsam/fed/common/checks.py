@@ -5,11 +5,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from difflib import get_close_matches
-from operator import index
+from difflib import SequenceMatcher, get_close_matches
+from operator import eq, index
 from typing import Any
 
 from fastsam.optim.base_optimizer import FOREIGN_NAMES
+
+# Names of Flower, pfl, FedLab and FL-Simulator for options of a run.
+OTHER_NAMES = {
+    "clients_per_round": "cohort", "cohort_size": "cohort", "num_clients_per_round": "cohort",
+    "fraction_fit": "participation", "fraction_train": "participation", "sample_ratio": "participation",
+    "num_rounds": "rounds", "comm_rounds": "rounds", "communication_rounds": "rounds", "num_server_rounds": "rounds",
+    "num_clients": "clients", "epochs": "local_epochs", "num_epochs": "local_epochs", "batchsize": "batch_size",
+    "test_data": "test", "test_set": "test", "testset": "test", "criterion": "loss", "loss_fn": "loss",
+    "partition": "split",
+}  # fmt: skip
 
 
 def number(
@@ -81,8 +91,18 @@ def choice(name: str, value: Any, choices: Sequence[Any]) -> Any:
 
 
 def nearest(word: str, good: Iterable[str]) -> str:
-    """Return the end of a message with the word of `good` that is most like `word`, or "" if no word is."""
-    words = {name.lower(): name for name in good}
-    words |= {foreign: words[name] for foreign, name in FOREIGN_NAMES.items() if name in words and foreign not in words}
-    close = get_close_matches(word.lower(), words, n=1, cutoff=0.6)
-    return f" (did you mean {words[close[0]]!r}?)" if close else ""
+    """Return the end of a message with the word of `good` that is most like `word`, or "" if no word is.
+
+    Of words that are equally like it, the first is taken that has most letters in the same places.
+    """
+    words, word = {name.lower(): name for name in good}, word.lower()
+    synonyms = FOREIGN_NAMES | OTHER_NAMES
+    words |= {foreign: words[name] for foreign, name in synonyms.items() if name in words and foreign not in words}
+    close = get_close_matches(word, words, n=5, cutoff=0.6)
+    if not close:
+        return ""
+
+    def likeness(name: str) -> tuple[float, int]:
+        return SequenceMatcher(None, name, word).ratio(), sum(map(eq, name, word))
+
+    return f" (did you mean {words[max(close, key=likeness)]!r}?)"

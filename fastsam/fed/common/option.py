@@ -130,7 +130,7 @@ def made_of(cls: type[Options], value: Any, label: str) -> Options:
 
 def suggest_option(replacements: Mapping[str, str]) -> Callable[[Function], Function]:
     """Return a decorator that raises TypeError for a keyword that the function does not have, with the right one.
-    `replacements` has the new spelling of keywords that became part of another one."""
+    `replacements` has the spelling of options that are part of another one."""
 
     def decorate(function: Function) -> Function:
         parameters = inspect.signature(function).parameters

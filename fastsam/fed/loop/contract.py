@@ -12,7 +12,9 @@ from typing import Any
 
 from torch import Tensor
 
+from fastsam.fed.algorithms import registry
 from fastsam.fed.algorithms.base import Aggregate, Algorithm, Round, State, Upload, has_loop
+from fastsam.fed.common.checks import nearest
 from fastsam.fed.executors.base import ClientError
 from fastsam.fed.executors.client import Client
 from fastsam.fed.sums.fixed_point import Problems
@@ -97,6 +99,11 @@ class Contract:
 
 def check_algorithm(algorithm: object) -> None:
     """Raise ValueError unless `algorithm` has the methods and the traffic of `Algorithm`."""
+    if isinstance(algorithm, str):
+        names = {name: algorithm_type.__name__ for name, algorithm_type in registry.items()}
+        cls = names.get(algorithm.lower().replace("_", "-"))
+        hint = f"write fed.{cls}()" if cls else f"fed.FedAvg() is one{nearest(algorithm, [*names, *names.values()])}"
+        raise ValueError(f"algorithm must be an object, got the name {algorithm!r}: {hint}")
     if isinstance(algorithm, type):
         raise ValueError(f"algorithm must be an instance: write {algorithm.__name__}(...), not {algorithm.__name__}")
     absent = [m for m in _METHODS if not callable(getattr(algorithm, m, None))]

@@ -12,6 +12,7 @@ One client: executors.local_work.train -> ClientTrainer.open -> next_step for ea
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -37,6 +38,12 @@ from fastsam.fed.stages.base import Stage
 from fastsam.fed.sums.ranks import Ranks
 from fastsam.fed.update.model_copy import Replica
 from fastsam.fed.update.parameter_layout import ParameterLayout
+
+log = logging.getLogger("fastsam.fed")
+INTERRUPTED = (
+    "interrupted after %d of %d rounds, which are lost. With run_dir='runs/name' they would be kept, and resume=True "
+    "would continue them"
+)
 
 
 @dataclass(frozen=True)
@@ -83,9 +90,11 @@ class Loop:
             if directory is not None and directory.saved_round < state.round:  # it was stopped
                 directory.save(state)
             return replace(state, history=self.ranks.broadcast(self._final_history(state)))
-        except BaseException:
+        except BaseException as error:
             if directory is not None:
                 directory.rescue(state)
+            elif isinstance(error, KeyboardInterrupt) and state.round and self.ranks.first:
+                log.warning(INTERRUPTED, state.round, settings.rounds)
             raise
         finally:
             self.choice.executor.release()

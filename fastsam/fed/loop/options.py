@@ -250,8 +250,7 @@ class Settings:
     def identity(self) -> dict[str, Any]:
         """Return the options that must be the same when a run is resumed."""
         plain = {name: describe(getattr(self, name)) for name in table(Settings) if name not in {*RESUMABLE, "privacy"}}
-        privacy = asdict(privacy_of(self.privacy))
-        return plain | {"clip_update": privacy.pop("clip")} | privacy  # with the keys that run directories have
+        return plain | {f"privacy.{name}": value for name, value in asdict(privacy_of(self.privacy)).items()}
 
     def call_options(self) -> dict[str, Any]:
         """Return the options that may change when a run is resumed, but must be the same on all ranks."""

@@ -80,7 +80,7 @@ def _warn_environment(path: Path, behaviours: dict[str, Any], precision: dict[st
         if "float32_precision" in environment:
             names = {"float32_precision": environment["float32_precision"]}, {"float32_precision": precision}
             differences.append(difference(*names))
-    except (OSError, ValueError, KeyError, TypeError):  # written by an older version or another program
+    except (OSError, ValueError, KeyError, TypeError):  # written by another program
         return
     for values in filter(None, differences):
         log.warning("the run in %s began with another %s: %s; it goes on with %s", path, *values)

@@ -19,8 +19,9 @@ from fastsam.arena import Layout
 from fastsam.fed import executors
 from fastsam.fed.aggregation import Aggregation
 from fastsam.fed.algorithms.base import Algorithm
+from fastsam.fed.clients.all_clients import PairClients
 from fastsam.fed.clients.batch_loss import BatchLoss
-from fastsam.fed.clients.population import Loss
+from fastsam.fed.clients.population import Loss, Population
 from fastsam.fed.clients.prepare import prepare
 from fastsam.fed.clients.samples import Collate
 from fastsam.fed.clients.sampling import Available, Sampler, Weighting
@@ -28,6 +29,7 @@ from fastsam.fed.common.checks import choice, integer
 from fastsam.fed.common.fingerprints import digest, hyperparameters
 from fastsam.fed.common.option import suggest_option, table, with_help
 from fastsam.fed.loop.assembly import assemble
+from fastsam.fed.loop.cohort_size import warn_of_small_rounds
 from fastsam.fed.loop.contract import check_algorithm
 from fastsam.fed.loop.determinism import pick_device, register_run, repeatable, restore_autograd, trials
 from fastsam.fed.loop.listeners import CallbackHandler, Progress
@@ -39,6 +41,7 @@ from fastsam.fed.loop.rates import Rate
 from fastsam.fed.loop.resumption import behaviours_of, identity_of, open_directory, settings_of
 from fastsam.fed.loop.trial import check_buffers, try_model
 from fastsam.fed.measures import Measures, NamedMeasures
+from fastsam.fed.measures.hook import accuracy
 from fastsam.fed.privacy.options import Privacy
 from fastsam.fed.rundir.checkpoint import RunState
 from fastsam.fed.rundir.result import Result
@@ -49,16 +52,18 @@ from fastsam.fed.update.model_copy import check_model, export, trainable
 from fastsam.fed.update.precision import float32_flags, with_precision
 
 log = logging.getLogger("fastsam.fed")
-NO_TEST_SET = "there is no test set: the records' test_loss and test_accuracy are None. Pass test=(x, y)"
+NO_TEST_SET = (
+    "there is no test set: the records' test_loss and test_accuracy are None. Pass test=(x, y). The summary's "
+    "train_accuracy is of the clients' own training samples"
+)
 
 
-_REPLACED = {name: f"privacy=fed.Privacy({name}=...)" for name in table(Privacy)} | {
-    "clip_update": "privacy=fed.Privacy(clip=...)",
-    "measure_options": "measures=fed.NamedMeasures([...], every=...)",
+_IN_OBJECTS = {name: f"privacy=fed.Privacy({name}=...)" for name in table(Privacy)} | {
+    name: f"measures=fed.NamedMeasures([...], {name}=...)" for name in table(NamedMeasures) if name != "names"
 }
 
 
-@suggest_option(_REPLACED)
+@suggest_option(_IN_OBJECTS)
 @with_help(Settings)
 @restore_autograd()
 def run(
@@ -161,6 +166,7 @@ def run(
     population = prepare(clients, test, dtype, place, isinstance(loss_function, BatchLoss), collate)
     if not population.test_size:
         log.warning(NO_TEST_SET)
+    warn_of_small_rounds(algorithm, settings, len(population.clients))
     loss = cast(Loss, population.loss_of(loss_function))
     facts: dict[str, Any] = {
         "algorithm": type(algorithm).__name__,
@@ -194,6 +200,7 @@ def run(
     with listeners:
         final = export_state(state)
         facts |= _summary(loop) | {"stopped": listeners.stopped, "state_megabytes": nbytes / 1e6}
+        facts["train_accuracy"] = _train_accuracy(loop, population, state) if trial.classifies else None
         client_model = None
         if loop.personal is not None:
             client_model = partial(
@@ -220,6 +227,14 @@ def _client_model(
         raise ValueError(f"client must be one of the run's clients 0 to {clients - 1}, got {client!r}")
     local = state.clients.get(client)
     return export(model, layout.views(personal.row(state.server, local)), personal.buffers(state.buffers, local))
+
+
+def _train_accuracy(loop: Loop, population: Population, state: RunState) -> float | None:
+    """Return the accuracy of the final model on all clients' samples if there is no test set and they are in memory."""
+    if population.test_size or not isinstance(population.clients, PairClients):
+        return None
+    loop.view.load(state.server["w"], state.buffers)
+    return accuracy(loop.view, population.clients.pairs, state.server["w"], loop.evaluator.kind.unlabelled)
 
 
 def _check_surroundings(run_dir: Any, resume: Any, collate: Any) -> None:

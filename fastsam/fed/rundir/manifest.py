@@ -14,32 +14,9 @@ from torch import Tensor
 from fastsam.fed.common.atomic_files import read_bytes, read_json
 from fastsam.fed.common.fingerprints import difference
 
-FORMAT, VERSION = "fastsam run", 2
-_WITHOUT_CHECKSUM = 1  # a version: an earlier one, read as ever; no flip of one bit makes a 1 of a 2
+FORMAT, VERSION = "fastsam run", 1
 _KEYS = {"round", "metrics_bytes", "metrics_hash", "server", "clients", "files", "identity"}
 _OF_NAMES = ("clients", "files")  # from names to names
-# Keys of the identity that older directories lack, with the values of their runs.
-_SINCE = {
-    "cohort": None,
-    "memory_format": "preserve",
-    "aggregation": "mean",
-    "drop_last": False,
-    "noise_multiplier": 0.0,
-    "noise": "central",
-    "delta": None,
-    "accountant": "rdp",
-    "compression": None,
-    "optimizer": None,
-    "optimizer_state": "reset",
-    "precision": None,
-}
-
-_RENAMED = {"validation": "client_test_split", "personal": "local_parameters"}  # options, since version 0.1.0
-_RENAMED_OF = {  # options of algorithms
-    algorithm: {"first": "initial_perturbation", "ref": "reference"}
-    for algorithm in ("fedlesam", "fedlesam_s", "fedlesam_d")
-}
-
 _MEANING = {  # notes on values of the identity
     "data": " (hashes of all clients' samples and of the test set: the split, the files or their order differ)",
     "numbers": " (what the bits depend on: executor, slots and the number of ranks must come to the same)",
@@ -77,8 +54,6 @@ def read_manifest(path: Path) -> dict[str, Any]:
         raise RunDirectoryError(f"{path} cannot be read ({error}); the directory was left as it is") from error
     if not isinstance(manifest, dict) or manifest.get("format") != FORMAT or absent:
         raise RunDirectoryError(f"{path} is not the manifest of a fastsam run; the directory was left as it is")
-    if manifest.get("version") == _WITHOUT_CHECKSUM:
-        return manifest
     if manifest.get("version") != VERSION:
         raise RunDirectoryError(f"{path} has version {manifest.get('version')}, this fastsam reads version {VERSION}")
     if manifest.get("checksum") != _checksum(manifest):
@@ -120,22 +95,9 @@ def read_history(path: Path, manifest: Mapping[str, Any]) -> tuple[bytes, list[d
     return data, history
 
 
-def with_current_names(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return an identity or a config.json with the current names of options that were renamed since it was written."""
-    algorithm = str(config.get("algorithm", "")).lower()
-    current = {f"algorithm.{old}": f"algorithm.{new}" for old, new in _RENAMED_OF.get(algorithm, {}).items()} | _RENAMED
-    current_config = {current.get(key, key): value for key, value in config.items()}
-    for table, names in _RENAMED_OF.items():
-        for key in {table, table.replace("_", "-")} & current_config.keys():
-            current_config[key] = {names.get(name, name): value for name, value in current_config[key].items()}
-    return current_config
-
-
 def check_identity(directory: Path, stored_identity: Mapping[str, Any], identity: Mapping[str, Any]) -> None:
     """Raise RunDirectoryError if the run in `directory` has a different identity. The message names the key."""
-    stored_identity = with_current_names(stored_identity)
-    new_keys = {key: value for key, value in _SINCE.items() if key in identity and key not in stored_identity}
-    differences = difference({**stored_identity, **new_keys}, identity)
+    differences = difference(stored_identity, identity)
     if differences is not None:
         key, stored_value, new_value = differences
         raise RunDirectoryError(

@@ -9,10 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from fastsam.extras import install_command
 from fastsam.fed.measures import NAMES
 
 if TYPE_CHECKING:
     import pandas
+    from matplotlib.axes import Axes
 
 History = Sequence[Mapping[str, Any]]
 CLIENTS = (*(f"client_accuracy_{k}" for k in ("mean", "std", "min", "max")), "client_worst", "client_best")
@@ -44,6 +46,7 @@ class Result:
         """Return the run in numbers. Accuracies are in 0..1; None if nothing was measured.
 
         stopped: reason of a callback to end the run early.
+        train_accuracy: without a test set, the final model's accuracy on the training samples of all clients.
         accuracy_last10: mean over the last ten evaluated rounds.
         client_*: over the clients, in the last evaluated round; client_worst and client_best are client ids.
         rounds_to_target: completed rounds when the test accuracy first reached the target.
@@ -87,12 +90,37 @@ class Result:
             raise ImportError("to_pandas() needs pandas (pip install pandas); the records are in .history") from error
         return pandas.DataFrame(self.history).set_index("round") if self.history else pandas.DataFrame()
 
+    def plot(self, ax: Axes | None = None) -> Axes:
+        """Draw the test accuracy by round, or without a test accuracy the clients' training loss. Needs matplotlib.
+
+            >>> ax = fed.run(model, data, fed.FedAvg(), rounds=50).plot()
+            >>> fed.run(model, data, fed.FedSAM(), rounds=50).plot(ax).figure.savefig("runs.png")
+
+        Args:
+            ax: axes for the line, such as the axes of another result; None: a new figure.
+
+        Returns:
+            the axes, with a line whose label is the algorithm's name.
+        """
+        try:
+            from matplotlib import pyplot
+        except ImportError as error:
+            raise ImportError(f"plot() needs matplotlib: {install_command('lab')}") from error
+        key, name = "test_accuracy", "test accuracy"
+        if all(record[key] is None for record in self.history):
+            key, name = "train_loss", "training loss of the active clients"
+        points = [(record["round"], record[key]) for record in self.history if record[key] is not None]
+        axes = pyplot.subplots()[1] if ax is None else ax
+        axes.plot(*zip(*points, strict=True) if points else ((), ()), label=self._facts["algorithm"])
+        axes.set(xlabel="round", ylabel=name)
+        axes.legend()
+        return axes
+
     def __repr__(self) -> str:
         summary = self.summary()
-        name, value = "accuracy", summary["accuracy_final"]
-        if value is None:
-            name, value = "loss", summary["test_loss_final"]
-        return f"Result({self._facts['algorithm']}, {len(self.history)} rounds, test {name} {value})"
+        keys = {"test accuracy": "accuracy_final", "train accuracy": "train_accuracy", "test loss": "test_loss_final"}
+        values = [f", {name} {summary[key]}" for name, key in keys.items() if summary[key] is not None]
+        return f"Result({self._facts['algorithm']}, {len(self.history)} rounds{''.join(values[:1])})"
 
 
 def summary(history: Sequence[Mapping[str, Any]], facts: Mapping[str, Any]) -> dict[str, Any]:
@@ -108,6 +136,7 @@ def summary(history: Sequence[Mapping[str, Any]], facts: Mapping[str, Any]) -> d
         "accuracy_final": accuracies[-1] if accuracies else None,
         "accuracy_best": max(accuracies, default=None),
         "accuracy_last10": statistics.fmean(accuracies[-10:]) if accuracies else None,
+        "train_accuracy": facts.get("train_accuracy"),
         "test_loss_final": losses[-1] if losses else None,
         **{key: last.get(key) for key in CLIENTS},
         "validation": facts["validation"],

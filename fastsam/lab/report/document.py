@@ -37,16 +37,20 @@ class Document:
     figures: Sequence[Figure]
     runs: Sequence[tuple[str, str]]  # name and directory of each run
     command: str  # repeats all of it
+    sentences: Sequence[str] = ()  # one for each algorithm, above the tables
 
     def write(self, directory: Path) -> None:
         """Write `report.md` and `report.html` into the directory, which has the figures."""
         text = self.markdown(directory)
         write_bytes(directory / "report.md", text.encode())
-        write_bytes(directory / "report.html", page(self.title, text, directory).encode())
+        folded = ["Runs", *(table.title for table in self.tables if table.is_folded)]
+        write_bytes(directory / "report.html", page(self.title, text, directory, folded).encode())
 
     def markdown(self, directory: Path) -> str:
         """Return the report in Markdown, for a file in `directory`."""
         parts = [f"# {_escape(self.title)}", "\n".join(f"- {_escape(f'{k}: {v}')}" for k, v in self.facts.items())]
+        if self.sentences:
+            parts += ["## Result", "\n".join(f"- {_escape(sentence)}" for sentence in self.sentences)]
         for table in self.tables:
             parts += [f"## {_escape(table.title)}", table.markdown(), _escape(table.note)]
         for figure in self.figures:
@@ -62,8 +66,11 @@ def _escape(text: str) -> str:
     return re.sub(r"([\\`*\[\]<>])", r"\\\1", text)
 
 
-def page(title: str, text: str, directory: Path) -> str:
-    """Return Markdown as a web page that loads nothing: the figures in `directory` become data URIs."""
+def page(title: str, text: str, directory: Path, folded: Sequence[str] = ()) -> str:
+    """Return Markdown as a web page that loads nothing: the figures in `directory` become data URIs.
+
+    A reader opens the sections with a title in `folded`.
+    """
     from markdown_it import MarkdownIt
 
     def embed(match: re.Match[str]) -> str:
@@ -72,7 +79,13 @@ def page(title: str, text: str, directory: Path) -> str:
         data = (directory / unquote(html.unescape(match[1]))).read_bytes()
         return f'src="data:image/png;base64,{base64.b64encode(data).decode()}"'
 
+    def fold(section: re.Match[str]) -> str:
+        if section[1] not in map(html.escape, folded):
+            return section[0]
+        return f"<details><summary>{section[1]}</summary>\n{section[2]}</details>\n"
+
     body = MarkdownIt("commonmark", {"html": False}).enable("table").render(text)
+    body = re.sub(r"<h2>(.*?)</h2>\n(.*?)(?=<h2>|<p>Repeat with</p>|\Z)", fold, body, flags=re.S)
     return _PAGE.format(title=html.escape(title), body=re.sub(r'src="([^"]*)"', embed, body))
 
 
@@ -90,6 +103,7 @@ _PAGE = """\
   th, td {{ padding: .3rem .7rem; border-bottom: 1px solid #ddd; white-space: nowrap; }}
   th {{ border-bottom: 2px solid #888; white-space: normal; vertical-align: bottom; }}
   table + p {{ color: #555; font-size: .9rem; }}
+  summary {{ font-size: 1.2rem; font-weight: bold; margin-top: 2.2rem; cursor: pointer; }}
   img {{ max-width: 100%; }}
   @page {{ size: A4 landscape; }} @media print {{ body {{ font-size: 10px; margin: 0; }} }}
   code, pre {{ background: #f4f4f4; padding: .1rem .3rem; }} pre {{ padding: .6rem; overflow-x: auto; }}

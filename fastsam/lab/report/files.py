@@ -26,7 +26,7 @@ from fastsam.lab.report.finished import (
     target_of,
     values,
 )
-from fastsam.lab.report.tables import all_tables
+from fastsam.lab.report.tables import all_tables, sentences
 
 # Files of a comparison's directory in addition to one sub-directory per run. There may be more figures.
 COMPARISON_FILES = {
@@ -60,7 +60,7 @@ def write_comparison(
         figures.append(Figure(path, f"{caption} (filter-normalised)"))
     figures += draw_ablations(runs, directory, title)
     run_paths = [(f"{run.label}, seed {run.seed}", os.path.relpath(run.run_dir, directory)) for run in runs]
-    Document(title, facts, all_tables(runs), figures, run_paths, command).write(directory)
+    Document(title, facts, all_tables(runs), figures, run_paths, command, sentences(runs)).write(directory)
 
 
 def summary(runs: Sequence[FinishedRun], directory: Path) -> dict[str, Any]:

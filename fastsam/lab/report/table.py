@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from textwrap import fill
+from textwrap import fill, wrap
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -19,6 +19,8 @@ class Table:
     head: Sequence[str]  # texts above the columns, which may have several lines
     rows: Sequence[Sequence[str]]  # texts of each row, one for each column
     note: str = ""  # explanation of the numbers, which is not part of the rendered table either
+    is_folded: bool = False  # a web page shows only the title until a reader opens it
+    best_row: int | None = None  # number of the row that a terminal shows in bold
     alignment: str = ""  # `l` or `r` per column; by default the first column is on the left and the others on the right
 
     @property
@@ -43,29 +45,51 @@ class Table:
         """Return the number of characters of a line of `text()`."""
         return sum(self.widths) + 2 * (len(self.head) - 1)
 
+    @property
+    def longest_word(self) -> int:
+        """Return the number of characters of the longest word in the first column."""
+        return max(len(word) for row in (self.head, *self.rows) for word in row[0].split() or [""])
+
+    @property
+    def least_width(self) -> int:
+        """Return the number of characters of a line of `text()` whose first column is folded between words."""
+        return self.width - self.widths[0] + self.longest_word
+
     def text(self, width: int | None = None) -> str:
         """Return the table with columns of one width. If it is wider than `width`, the first column is folded."""
+        return "\n".join(line for _, line in self._numbered_lines(width))
+
+    def _numbered_lines(self, width: int | None) -> list[tuple[int, str]]:
+        """Return the lines of `text`, each with the number of its row; the head and the rule below it have -1."""
         cells = [[cell.split("\n") for cell in row] for row in (self.head, *self.rows)]
         widths = self.widths
         if width is not None and self.width > width:
-            widths[0] = first = max(widths[0] - self.width + width, 8)
+            widths[0] = first = max(widths[0] - self.width + width, self.longest_word)
             for row in cells:
-                row[0] = [line[i : i + first] for line in row[0] for i in range(0, max(len(line), 1), first)]
-        lines = []
+                row[0] = [part for line in row[0] for part in wrap(line, first, break_on_hyphens=False) or [""]]
+        lines: list[tuple[int, str]] = []
         for number, row in enumerate(cells):
             for i in range(max(map(len, row))):
                 texts = [cell[i] if i < len(cell) else "" for cell in row]
                 sides = zip(texts, widths, self.sides, strict=True)
-                lines.append("  ".join(t.ljust(w) if side == "l" else t.rjust(w) for t, w, side in sides).rstrip())
+                line = "  ".join(t.ljust(w) if side == "l" else t.rjust(w) for t, w, side in sides).rstrip()
+                lines.append((number - 1, line))
             if not number:
-                lines.append("  ".join("─" * w for w in widths))
-        return "\n".join(lines)
+                lines.append((-1, "  ".join("─" * w for w in widths)))
+        return lines
 
     def show(self, console: Console) -> None:
         """Print title, table and note on a terminal, with folded heads if the table is too wide for it."""
         heads = [head if "\n" in head or self.width <= console.width else fill(head, 16) for head in self.head]
-        parts = ["", self.title, "", replace(self, head=heads).text(console.width), self.note]
-        console.print("\n".join(parts), soft_wrap=True)
+        title, note = (
+            fill(text, console.width, break_on_hyphens=False) if console.is_terminal else text
+            for text in (self.title, self.note)
+        )
+        console.print(f"\n{title}\n", soft_wrap=True)
+        for number, line in replace(self, head=heads)._numbered_lines(console.width):
+            is_best = number >= 0 and number == self.best_row
+            console.print(line, soft_wrap=True, style="bold" if is_best else None)
+        console.print(note, soft_wrap=True)
 
     def lines(self) -> list[Sequence[str]]:
         """Return head and rows, each cell in one line."""

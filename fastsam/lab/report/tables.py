@@ -19,8 +19,9 @@ Column = tuple[str, Callable[[Group], str]]
 def short_table(runs: Sequence[FinishedRun], title: str = "", width: int = 120) -> Table:
     """Return the short table for a terminal of `width` columns, with a row per label.
 
-    If it is too wide, numbers have less space between them or the best accuracy is left out. Numbers are means over
-    the seeds ± the sample's standard deviation. Accuracies of clients are means over the clients ± their deviation.
+    If it is too wide, numbers have less space between them, or columns are left out: best accuracy, traffic, time.
+    Numbers are means over the seeds ± the sample's standard deviation. Accuracies of clients are means over the clients
+    ± their deviation. The best row is the label with the best final accuracy, if there are several labels.
     """
     target = target_of(runs)
     columns: list[Column] = [
@@ -35,11 +36,23 @@ def short_table(runs: Sequence[FinishedRun], title: str = "", width: int = 120) 
     table = _table(title, runs, columns)
     if table.width > width:
         table = replace(table, rows=[[cell.replace(" ± ", "±") for cell in row] for row in table.rows])
-    if table.width > width:
-        table = replace(
-            table, head=[*table.head[:2], *table.head[3:]], rows=[[*row[:2], *row[3:]] for row in table.rows]
-        )
-    return table
+    for head in ("test\nbest %", "MB\nsent", "s per\nround"):
+        if (table.width if head == "test\nbest %" else table.least_width) > width:
+            table = _without_column(table, list(table.head).index(head))
+    return replace(table, best_row=_best_row(runs))
+
+
+def _without_column(table: Table, place: int) -> Table:
+    """Return the table without the column at `place`."""
+    head, *rows = ([*cells[:place], *cells[place + 1 :]] for cells in (table.head, *table.rows))
+    return replace(table, head=head, rows=rows)
+
+
+def _best_row(runs: Sequence[FinishedRun]) -> int | None:
+    """Return the number of the label with the best mean final accuracy, or None without a comparison."""
+    groups = [list(_final_accuracies(group).values()) for group in by_label(runs).values()]
+    means = [float(np.mean(values)) if values else -1.0 for values in groups]
+    return means.index(max(means)) if len(means) > 1 and max(means) >= 0 else None
 
 
 def _table(title: str, runs: Sequence[FinishedRun], columns: Sequence[Column], note: str = "") -> Table:
@@ -77,27 +90,42 @@ def _final_accuracies(group: Group) -> dict[int, float]:
 
 def all_tables(runs: Sequence[FinishedRun]) -> list[Table]:
     """Return all tables of a report for which there are numbers."""
-    tables = [accuracy(runs), last_metrics(runs), to_target(runs), cost(runs), last_measures(runs)]
+    tables = [
+        accuracy(runs),
+        extreme_clients(runs),
+        last_metrics(runs),
+        to_target(runs),
+        cost(runs),
+        last_measures(runs),
+    ]
     return [table for table in tables if table is not None]
 
 
 def accuracy(runs: Sequence[FinishedRun]) -> Table:
-    """Return the table of accuracies: final, best and mean of the last ten evaluated rounds; and over clients."""
+    """Return the table of accuracies: final, best and mean of the last ten evaluated rounds; mean over clients."""
     columns: list[Column] = [
         ("final %", partial(percent, key="accuracy_final")),
         ("best %", partial(percent, key="accuracy_best")),
         ("last ten %", partial(percent, key="accuracy_last10")),
         ("clients %", _clients),
-        ("worst client %", partial(_extreme, extreme="min", client_key="client_worst")),
-        ("best client %", partial(_extreme, extreme="max", client_key="client_best")),
     ]
     note = (
         "Accuracy of the global model on the test set; with several seeds mean ± the sample's standard deviation over "
         "them. Clients: mean ± standard deviation over the clients, averaged over the seeds, each client on its own "
-        f"validation samples (mode {_validation(runs)!r}); the worst and the best client with their numbers, seed by "
-        "seed."
+        f"validation samples (mode {_validation(runs)!r})."
     )
     return _table("Accuracy", runs, columns, note)
+
+
+def extreme_clients(runs: Sequence[FinishedRun]) -> Table | None:
+    """Return the folded table of the worst and the best client, or None if clients were not evaluated."""
+    columns: list[Column] = [
+        ("worst client %", partial(_extreme, extreme="min", client_key="client_worst")),
+        ("best client %", partial(_extreme, extreme="max", client_key="client_best")),
+    ]
+    note = "Final accuracy of the worst and of the best client, averaged over the seeds; the clients seed by seed."
+    table = replace(_table("Worst and best clients", runs, columns, note), is_folded=True)
+    return table if any(cell != DASH for row in table.rows for cell in row[1:]) else None
 
 
 def last_metrics(runs: Sequence[FinishedRun]) -> Table | None:

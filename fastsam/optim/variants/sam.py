@@ -100,11 +100,6 @@ class SAM:
         if self.rho_fn is not None and (not callable(self.rho_fn) or isinstance(self.rho_fn, torch.nn.Module)):
             raise TypeError(f"rho_fn must be a function such as fastsam.variants.LESAM(sigma=0.1), got {self.rho_fn!r}")
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        """Restore a pickle; older ones call `interval` and `rho_fn` `every` and `radius`."""
-        names = {"every": "interval", "radius": "rho_fn"}
-        self.__dict__.update({names.get(name, name): value for name, value in state.items()})
-
     @property
     def coefficients(self) -> GradCoefficients:
         """Coefficients of the two gradients in the update of a step that perturbs."""
@@ -123,8 +118,12 @@ class SAM:
         """Return what to perturb along. A class that overrides this has `VariantState.DIRECTION`, or declares
         `state = VariantState.NONE` and gets empty vectors for `state` and `next_state`.
 
-        Must be a linear function of g and state, so that a GradScaler's scale cancels. All vectors are `[1, n]`, all
-        parameters of one dtype in one vector: float32, or float64 for float64 parameters.
+        All vectors are `[1, n]`, all parameters of one dtype in one vector: float32, or float64 for float64 parameters.
+
+        With a GradScaler, g is the gradient times the scale of the first step. The scale cancels if the direction is
+        homogeneous: c * g and c * state give c times the direction and c times the next state, for every c > 0. Linear
+        functions are, and so is `g * g.abs() / g.norm()`. Another function, such as `g + g.sign()`, is right only
+        without a GradScaler.
 
         Args:
             g: first gradient, which may be overwritten.

@@ -12,12 +12,13 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from matplotlib import pyplot
 from torch import nn
 
 from fastsam import fed
 from fastsam.fed.algorithms.base import Upload
 from tests.helpers import oracle
-from tests.helpers.fed_input import start
+from tests.helpers.fed_input import X, Y, start
 from tests.helpers.fed_runs import same_bits, untimed_records
 from tests.helpers.places import ROOT
 
@@ -242,3 +243,18 @@ def test_runs_that_may_be_together(model: nn.Module, thread: bool) -> None:
     second_run = Beside(model, thread)
     start(model, callbacks=[second_run])
     assert isinstance(second_run.outcomes[0], fed.Result)
+
+
+def test_a_result_is_plotted() -> None:
+    result = start(rounds=3, test=(X, Y))
+    axes = result.plot()
+    assert result.plot(axes) is axes and axes.get_ylabel() == "test accuracy"
+    first, second = axes.lines
+    assert list(first.get_xdata()) == [1, 2, 3] == list(second.get_xdata())
+    assert list(first.get_ydata()) == [record["test_accuracy"] for record in result.history]
+    assert first.get_label() == "FedAvg"
+    other_axes = start(rounds=2).plot()
+    assert other_axes is not axes and other_axes.get_ylabel() == "training loss of the active clients"
+    assert len(other_axes.lines[0].get_xdata()) == 2
+    for plotted in (axes, other_axes):
+        pyplot.close(plotted.figure)

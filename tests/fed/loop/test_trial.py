@@ -2,6 +2,7 @@
 augmentations."""
 
 import random
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -113,6 +114,48 @@ def test_a_run_without_a_test_set(caplog: pytest.LogCaptureFixture) -> None:
     caplog.clear()
     start(test=(X, Y))
     assert "there is no test set" not in caplog.text
+
+
+def test_without_a_test_set_the_summary_has_the_accuracy_on_the_clients(caplog: pytest.LogCaptureFixture) -> None:
+    clients = [(X, Y), (X[:3], Y[:3])]
+    result = start(clients=clients)
+    x, y = torch.cat([X, X[:3]]), torch.cat([Y, Y[:3]])
+    right = (result.model(x).argmax(1) == y).double().mean().item()
+    assert result.summary()["train_accuracy"] == pytest.approx(right)
+    assert f"train accuracy {result.summary()['train_accuracy']}" in repr(result)
+    assert "train_accuracy" in caplog.text
+    assert start(test=(X, Y)).summary()["train_accuracy"] is None
+    regression = [(X, X[:, :1])]
+    assert start(nn.Linear(6, 1), regression, loss="mse_loss").summary()["train_accuracy"] is None
+
+
+@pytest.mark.parametrize(
+    ("options", "warns"),
+    [
+        ({"participation": 0.2}, True),
+        ({"participation": 0.2, "sampler": "fixed"}, True),
+        ({"participation": 0.5}, False),
+        ({"cohort": 1}, False),
+        ({"sampler": lambda t, generator: [0]}, False),
+    ],
+)
+def test_participation_of_one_client(options: dict[str, Any], warns: bool, caplog: pytest.LogCaptureFixture) -> None:
+    start(clients=[(X, Y)] * 4, **options)
+    assert ("is about one client in a round. Pass cohort=2" in caplog.text) is warns
+
+
+def test_an_interrupt_without_a_directory_names_run_dir(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
+    def interrupt(record: dict[str, Any]) -> None:
+        if record["round"] == 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        start(rounds=3, progress=interrupt)
+    assert "interrupted after 2 of 3 rounds" in caplog.text and "run_dir=" in caplog.text
+    caplog.clear()
+    with pytest.raises(KeyboardInterrupt):
+        start(rounds=3, progress=interrupt, run_dir=tmp_path / "run")
+    assert "run_dir=" not in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -257,3 +300,21 @@ def test_the_activations_that_a_pass_keeps_are_counted(uses_func: bool) -> None:
     trial = try_model(model, Population(clients, torch.device("cpu")), F.cross_entropy, len(X))
     total_weight = 1  # of the mean in the loss
     assert trial.activations == (0 if uses_func else 4 * (len(X) * (64 + 32 + 3) + total_weight))
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda: start(algorithm="fedsam"), ValueError, r"got the name 'fedsam': write fed.FedSAM\(\)"),
+        (lambda: start(algorithm="FedLESAM-D"), ValueError, r"write fed.FedLESAM_D\(\)"),
+        (lambda: start(algorithm="fedsan"), ValueError, r"did you mean 'FedSAM'"),
+        (lambda: start(clients_per_round=5), TypeError, r"no option 'clients_per_round' \(did you mean 'cohort'"),
+        (lambda: start(num_rounds=5), TypeError, r"did you mean 'rounds'"),
+        (lambda: start(epochs=5), TypeError, r"did you mean 'local_epochs'"),
+        (lambda: start(noise_multiplier=1.0), TypeError, r"write privacy=fed.Privacy\(noise_multiplier=...\)"),
+        (lambda: start(every=2), TypeError, r"write measures=fed.NamedMeasures\(\[...\], every=...\)"),
+    ],
+)
+def test_names_of_other_packages_and_slips(call: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        call()

@@ -31,8 +31,6 @@ test_refused = refusals(
     # options of no measure are an error
     (lambda: run(measures={"rho": 0.1}), 'measures has settings, but no names'),
     # settings have moved
-    (lambda: run(measures=["train"], measure_options={"every": 2}),
-     r"has no option 'measure_options': write measures=fed.NamedMeasures", TypeError),
     # measures of a user's own that return something else
     (lambda: run_measure(round=lambda *a: None),
      r"the measures' round\(\) must return a dict of numbers, got NoneType"),

@@ -49,8 +49,6 @@ test_refused = refusals(
     (lambda: run_private(algorithm=fed.FedExP()), "the clients of FedExP send or keep more"),
     (lambda: run_private(algorithm=fed.Centralised_SGD()), "Centralised_SGD has no clients"),
     # other spellings
-    (lambda: run_spelling(clip_update=1.0),
-     r"no option 'clip_update': write privacy=fed.Privacy\(clip=...\)", TypeError),
     (lambda: run_spelling(noise="local"), r"no option 'noise': write privacy=fed.Privacy\(noise=...\)", TypeError),
     (lambda: run_spelling(privacy=0.5), "privacy must be a fed.Privacy, or a table of its options; got 0.5"),
     (lambda: run_spelling(privacy={"clipp": 0.5}),

@@ -273,18 +273,6 @@ def test_no_flipped_bit_of_the_manifest_is_accepted(tmp_path, stride):
         assert result == content, f"bit {bit}"
 
 
-def test_a_directory_of_the_version_before_is_resumed(tmp_path):
-    """Its manifest has no checksum."""
-    full_run = start(tmp_path / "whole", rounds=4)
-    start(tmp_path / "run", rounds=2)
-    manifest = tmp_path / "run" / "checkpoint" / "manifest.json"
-    content = json.loads(manifest.read_text()) | {"version": 1}
-    del content["checksum"]
-    manifest.write_text(json.dumps(content))
-    assert same_bits(full_run.model, start(tmp_path / "run", rounds=4, resume=True).model)
-    assert json.loads(manifest.read_text())["version"] == 2
-
-
 @pytest.mark.parametrize("mode", ["gone", "cut", "empty", "flipped", "foreign"])
 def test_records_damaged_in_mid_run_are_written_anew(tmp_path, mode, caplog):
     path = tmp_path / "run" / "metrics.jsonl"

@@ -2,7 +2,6 @@
 stays on a CPU."""
 
 import copy
-import json
 import os
 import platform
 import subprocess
@@ -18,7 +17,6 @@ from fastsam.arena import Arena, Layout
 from fastsam.fed import models
 from fastsam.fed.executors.gradient_passes import Passes
 from fastsam.fed.rundir.checkpoint import RunDirectoryError
-from fastsam.fed.rundir.manifest import seal
 from fastsam.fed.update import memory_format
 from fastsam.fed.update.model_copy import Replica, trainable
 from tests.helpers import oracle
@@ -276,19 +274,6 @@ def test_a_run_is_resumed_in_its_own_format(tmp_path):
     # "auto" resulted in channels_last.
     resumed_result = run(small_model(), "channels_last", rounds=3, run_dir=tmp_path / "run", resume=True)
     assert largest_change(resumed_result, full_run) == 0
-
-
-def test_directories_older_than_the_keyword_are_those_of_preserve(tmp_path):
-    run(small_model(), "preserve", rounds=1, run_dir=tmp_path / "run")
-    manifest = tmp_path / "run" / "checkpoint" / "manifest.json"
-    content = json.loads(manifest.read_text())
-    del content["identity"]["memory_format"]
-    manifest.write_text(json.dumps(seal(content)))
-    words = "another memory_format: it was started with 'preserve', now it is 'channels_last'"
-    with pytest.raises(RunDirectoryError, match=words):
-        run(small_model(), "auto", rounds=2, run_dir=tmp_path / "run", resume=True)
-    resumed_result = run(small_model(), "preserve", rounds=2, run_dir=tmp_path / "run", resume=True)
-    assert largest_change(resumed_result, run(small_model(), "preserve", rounds=2)) == 0
 
 
 # ---- freed memory
