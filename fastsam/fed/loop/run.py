@@ -234,7 +234,10 @@ def _train_accuracy(loop: Loop, population: Population, state: RunState) -> floa
     if population.test_size or not isinstance(population.clients, PairClients):
         return None
     loop.view.load(state.server["w"], state.buffers)
-    return accuracy(loop.view, population.clients.pairs, state.server["w"], loop.evaluator.kind.unlabelled)
+    device = population.device
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):  # a model may draw in evaluation mode too
+        torch.manual_seed(loop.settings.seed)
+        return accuracy(loop.view, population.clients.pairs, state.server["w"], loop.evaluator.kind.unlabelled)
 
 
 def _check_surroundings(run_dir: Any, resume: Any, collate: Any) -> None:

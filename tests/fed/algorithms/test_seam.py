@@ -219,7 +219,7 @@ def start_finish(make):
 
 test_refused = refusals(
     (lambda: start(fed.FedSAM), r"FedSAM\(\.\.\.\), not FedSAM"),
-    (lambda: start("fedsam"), "fastsam.fed.FedAvg.*'fedsam'"),
+    (lambda: start("fedsam"), r"got the name 'fedsam': write fed.FedSAM\(\)"),
     (lambda: start(Bare()), "init_server, init_client"),
     (lambda: start(algorithm_of(init_server=lambda self, w0: w0)), "init_server must return a dict.*Tensor"),
     (lambda: start(algorithm_of(init_server=lambda self, w0: {"w": w0[:5]})), r"init_server must return 'w'.*\[5\]"),
