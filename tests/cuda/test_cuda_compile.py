@@ -35,9 +35,10 @@ BOUNDS = {"perturb": 72} | dict.fromkeys(
 BOUNDS["update_rmsprop"] = 80  # three fields
 # With g1, q and shift and several fields, two blocks keep enough of the six or more streams under way.
 WIDE, GENERAL = frozenset(f"update_{rule}" for rule in RULES if rule not in ("sgd", "lion")), 128
-# A register or two too many, in kernels that no default takes: Adam (sm_80), RMSprop and Lion (sm_90) in double
-# precision, the general form (sm_100) of RMSprop, and of bSAM, which has no use for it.
-SPILLED = {(f"update_{rule}", "ddLb0E"): 8 for rule in ("adam", "rmsprop", "lion")}
+# A register or two too many, in kernels that no default takes: SGD, Lion and RMSprop in double precision (sm_90), the
+# general form (sm_100) of RMSprop, and of bSAM, which has no use for it.
+SPILLED = {(f"update_{rule}", "ddLb0E"): 8 for rule in ("sgd", "lion", "rmsprop")}
+SPILLED |= {("update_sgd", "ddLb1E"): 8}
 SPILLED |= {("update_rmsprop", "ffLb1E"): 8}
 BYTES = {
     "norm": (4, 0),
