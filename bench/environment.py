@@ -66,8 +66,9 @@ def commit() -> str:
 
 
 def command_line(module: str) -> str:
-    """Return how this process was started, as one would type it."""
-    return shlex.join(["python", "-m", module, *sys.argv[1:]])
+    """Return how this process was started, as one would type it. Of absolute paths only the last name is kept."""
+    arguments = [Path(a).name if a.startswith("/") else a for a in sys.argv[1:]]
+    return shlex.join(["python", "-m", module, *arguments])
 
 
 def _output(*arguments: str) -> str:

@@ -394,8 +394,8 @@ class LocalRows:
         return self.field("begin") if has_begin else start
 
     def results(self, start: Tensor, delta: Tensor | None = None) -> dict[str, Any]:
-        """Return the vectors of `ClientResults` of a round from the weights `start`, in new memory. `delta` is what the
-        rows are away from the start, if it is known."""
+        """Return the vectors of `ClientResults` of a round from the weights `start`, in new memory. `delta` is the
+        displacement of the rows from the start, if it is known."""
         results: dict[str, Any] = {name: self.field(name).clone() for name in self.variant.results}
         if self.variant.has_pilot:
             results["norms"] = self.norms.clone()
