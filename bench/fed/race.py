@@ -82,7 +82,7 @@ def turns(entries: Sequence[Entry], chunks: int, rounds: int) -> tuple[Rounds, l
         for name, worker in workers.items():
             ask(name, worker.answer)
         samples = interleave({name: partial(ask, name, one.order) for name, one in workers.items()}, chunks, warm=False)
-        ends = {name: ask(name, one.answer) for name, one in workers.items()}
+        ends = {name: ask(name, partial(_end, one)) for name, one in workers.items()}
     finally:
         for worker in workers.values():
             worker.close()
@@ -97,6 +97,12 @@ def turns(entries: Sequence[Entry], chunks: int, rounds: int) -> tuple[Rounds, l
         problem = problems.get(entry.label) or _training_problem(entry, entries[0], ends)
         rows.append(row | ({"problem": problem} if problem else ends[entry.label]))
     return samples, rows
+
+
+def _end(worker: Process) -> Any:
+    """Return a worker's loss and memory. It computes them only now that all have trained their last chunk."""
+    worker.send(None)
+    return worker.answer()
 
 
 def _training_problem(entry: Entry, unit: Entry, ends: dict[str, Any]) -> str:

@@ -2,8 +2,8 @@
 JSON.
 
 It gets ready and trains one chunk of rounds whose time does not count. For each line on standard input it trains a
-chunk and answers with the seconds of a round. After the last chunk it reports the loss over all data and its peak
-memory. Several processes of a launcher (torchrun) begin every chunk together; rank 0 reads and answers.
+chunk and answers with the seconds of a round. A line after the last chunk asks for the loss over all data and the peak
+memory: they take a core, on which other contenders may still train their last chunk. Several processes of a launcher (torchrun) begin every chunk together; rank 0 reads and answers.
 """
 
 import importlib
@@ -29,7 +29,7 @@ class Chunks:
     """Counts rounds; at the end of each chunk reports the seconds of a round and waits for the next order.
 
     Args:
-        order: function that returns when the next chunk may begin.
+        order: function that returns when the next chunk may begin, or after the last one when all have ended theirs.
         wait: function that returns when the work of the chunk is done.
     """
 
@@ -47,8 +47,7 @@ class Chunks:
             return
         self.wait()
         self.say((self.clock() - self.since) / self.rounds)
-        if self.num_done < self.total:
-            self.order()
+        self.order()
         self.since = self.clock()
 
 

@@ -50,6 +50,9 @@ for chunk in range(int(sys.argv[5])):
         say(1.0)
         sys.exit("left between two turns")
     say(float(seconds) * (1 + chunk))
+sys.stdin.readline()
+for path in log:
+    open(path, "a").write(name + "-end ")
 if name == "late":
     sys.exit("failed at the end")
 say({{"loss": float(loss), "peak_mib": 12.5}})
@@ -75,7 +78,8 @@ def test_contenders_take_turns_and_the_first_is_the_unit(pretender: str, tmp_pat
     log = tmp_path / "log"
     entries = [entry(pretender, name, seconds, log=log) for name, seconds in (("a", 2.0), ("b", 0.5), ("c", 4.0))]
     rows = race(entries, 4, 7)["rows"]
-    assert log.read_text().split() == ["a", "b", "c", "b", "c", "a", "c", "a", "b", "a", "b", "c"]
+    chunks, ends = ["a", "b", "c", "b", "c", "a", "c", "a", "b", "a", "b", "c"], ["a-end", "b-end", "c-end"]
+    assert log.read_text().split() == chunks + ends  # none takes a core for its loss while another trains
     assert [row["name"] for row in rows] == ["a", "b", "c"] and not any("problem" in row for row in rows)
     assert [row["speed"]["median"] for row in rows] == [1, 4, 0.5] and rows[1]["seconds"]["median"] == 1.25
     assert {(row["loss"], row["peak_mib"]) for row in rows} == {(0.5, 12.5)}
@@ -118,8 +122,8 @@ def test_a_figure_counts_only_where_training_worked(pretender: str, loss: float,
 
 def test_a_worker_times_chunks_of_rounds_and_waits_after_each() -> None:
     reports: list[float] = []
-    orders = iter([None, None])
-    clock = iter([0.0, 10.0, 12.0, 20.0, 22.0, 26.0, 30.0])
+    orders = iter([None, None, None])
+    clock = iter([0.0, 10.0, 12.0, 20.0, 22.0, 26.0, 30.0, 40.0])
     chunks = Chunks(3, 2, reports.append, lambda: next(orders), int, clock=lambda: next(clock))
     for _ in range(7):
         chunks.tick()
@@ -353,11 +357,11 @@ def test_a_job_that_fails_costs_itself() -> None:
 def test_a_steps_cost_is_what_it_adds_to_a_round(pretender: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Processes that pretend to take so long a step, and so much longer a round."""
 
-    def make_entry(label: str, contender: str, load: Workload) -> Entry:
+    def make_entry(label: str, contender: str, load: Workload, cores: int) -> Entry:
         algorithm = dict(load.options).get("name", load.algorithm)
         per_round = {"fedavg": 0.5, "scaffold": 1.5, "fedcm": 0.5, "hidden": 21.0}[algorithm]
         seconds = per_round + {"fedcm": 0.375}.get(algorithm, 0.25) * 4 * load.cohort * load.epochs
-        return Entry(label, f"{label.replace(' ', '-')} {seconds} 0.5", load, pretender)
+        return Entry(label, f"{label.replace(' ', '-')} {seconds} 0.5", load, pretender, cores=cores)
 
     monkeypatch.setattr(overhead, "Entry", make_entry)
     for model in ("mlp", "cnn"):
