@@ -152,7 +152,7 @@ test-cuda: $(READY) ## the GPU kernels without a GPU: compiled, their machine co
 
 CXX_SOURCES := $(shell find csrc -name '*.cpp' -o -name '*.cu' -o -name '*.h' -o -name '*.cuh')
 
-check: $(READY) ## style, types, prose, import rules
+check: $(READY) ## style, types, prose, import rules, width of code in pages
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	@# mypy must see kernels/ under its installed name
@@ -160,7 +160,7 @@ check: $(READY) ## style, types, prose, import rules
 	MYPYPATH=build/types $(BIN)/mypy -p fastsam -p fastsam_kernels -p tests.helpers -p tests.attack
 	$(BIN)/clang-format --dry-run -Werror $(CXX_SOURCES)
 	$(BIN)/python tools/check_prose.py $$(git ls-files '*.py')
-	$(BIN)/python -m pytest -q tests/test_imports.py
+	$(BIN)/python -m pytest -q tests/test_imports.py tests/test_page_code.py
 
 format: $(VENV)/.has-tests ## rewrite the sources in the style that `make check` asks for
 	$(BIN)/ruff check --fix .
