@@ -3,7 +3,8 @@ JSON.
 
 It gets ready and trains one chunk of rounds whose time does not count. For each line on standard input it trains a
 chunk and answers with the seconds of a round. A line after the last chunk asks for the loss over all data and the peak
-memory: they take a core, on which other contenders may still train their last chunk. Several processes of a launcher (torchrun) begin every chunk together; rank 0 reads and answers.
+memory: they take a core, on which other contenders may still train their last chunk. Several processes of a launcher
+(torchrun) begin every chunk together; rank 0 reads and answers.
 """
 
 import importlib
