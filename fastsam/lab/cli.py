@@ -161,6 +161,7 @@ def run(arguments: argparse.Namespace, flags: Sequence[str]) -> int:
     from fastsam.lab import compare, experiment, run_config
     from fastsam.lab import config as configs
     from fastsam.lab.report import files, tables
+    from fastsam.lab.report.finished import title_of
 
     source = configs.read(arguments.config, flags)
     _show_imports(source, arguments)
@@ -183,7 +184,7 @@ def run(arguments: argparse.Namespace, flags: Sequence[str]) -> int:
         finished_run = compare.train(run_setup, directory, arguments.resume, console, algorithm, resume_command)
     if not ranks.first:
         return 0
-    title = f"{algorithm} on {run_setup.data.name}"
+    title = title_of([finished_run], run_setup.data.name)
     figures = files.draw_plots([finished_run], {"": run_setup.data.class_counts()}, directory, title)
     tables.short_table([finished_run], f"{title}, {len(run_setup.data)} clients", console.width).show(console)
     _say(console, {figure.path.stem: figure.path for figure in figures} | {"run directory": directory})
@@ -225,13 +226,14 @@ def compare(arguments: argparse.Namespace, flags: Sequence[str]) -> int:
     points = arguments.surface
     grids = {} if points is None else compare.surfaces(plan, data, finished_runs, points, directory)
     counts = {name: data_set.class_counts() for name, data_set in data_sets.items()}
-    files.write_comparison(finished_runs, directory, title, facts, repeat_command, counts, grids)
+    figures = files.write_comparison(finished_runs, directory, title, facts, repeat_command, counts, grids)
     clients = " or ".join(dict.fromkeys(str(len(data_set)) for data_set in data_sets.values()))
     tables.short_table(finished_runs, f"{title}, {clients} clients", console.width).show(console)
     for sentence in tables.sentences(finished_runs):
         console.print(sentence, soft_wrap=not console.is_terminal)  # only a terminal is not searched line by line
     console.print()
     paths = {name: directory / file for name, file in files.COMPARISON_FILES.items()}
+    paths |= {figure.path.stem: figure.path for figure in figures}
     _say(console, paths | {"run directory": directory})
     return 1 if errors else 0
 
@@ -248,8 +250,9 @@ def reproduce(arguments: argparse.Namespace, flags: Sequence[str]) -> int:
     stem = arguments.table if arguments.scale is None else f"{arguments.table}-{arguments.scale}"
     directory = arguments.run_dir or numbered_directory(stem, arguments.resume)
     seeds = _split(arguments.seeds)
-    code = command.reproduce(arguments.table, arguments.scale, seeds, flags, directory, arguments.resume, console)
-    _say(console, {name: directory / file for name, file in command.FILES.items()} | {"run directory": directory})
+    request = (arguments.table, arguments.scale, seeds, flags)
+    code, paths = command.reproduce(*request, directory, arguments.resume, console)
+    _say(console, paths | {"run directory": directory})
     return code
 
 
@@ -258,8 +261,12 @@ def list_tables(arguments: argparse.Namespace, flags: Sequence[str]) -> int:
     if flags or any((arguments.table, arguments.scale, arguments.seeds, arguments.run_dir, arguments.resume)):
         raise ValueError("--list shows all tables and figures and takes nothing else; leave the other words out")
     listing = resources.files("fastsam.lab") / "reproduce" / "tables" / "listing.json"
-    for name, title, needs, runs in json.loads(listing.read_text()):
-        _say(_console(), {name: f" {title}\n{'':<18}data: {needs}; runs: {runs} with --scale"})
+    rows = json.loads(listing.read_text())
+    indent = "\n" + " " * (max(len(name) for name, *_ in rows) + 2)
+    _say(
+        _console(),
+        {name: f"{title}{indent}data: {needs}; runs: {runs} with --scale" for name, title, needs, runs in rows},
+    )
     return 0
 
 
@@ -329,5 +336,6 @@ def _console(quiet: bool = False) -> Console:
 
 def _say(console: Console, facts: Mapping[str, object]) -> None:
     """Print lines to read or to copy, without wrapping and colours."""
+    width = max(13, *map(len, facts)) + 2
     for name, value in facts.items():
-        console.print(f"{name + ':':<15}{value}", soft_wrap=True)
+        console.print(f"{name + ':':<{width}}{value}", soft_wrap=True)

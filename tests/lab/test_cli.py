@@ -77,14 +77,14 @@ def test_compare_runs_every_algorithm_and_seed(cwd: Path, capsys: pytest.Capture
     ]  # fmt: skip
     assert cli.main(command) == 0
     out = capsys.readouterr().out
-    assert re.search(r"fedavg +\d+\.\d\d ± \d+\.\d\d", out) and "run directory: cmp" in out
+    assert re.search(r"FedAvg +\d+\.\d\d ± \d+\.\d\d", out) and "run directory: cmp" in out
     names = {path.name for path in (cwd / "cmp").iterdir()}
     runs = {"fedavg-seed0", "fedavg-seed1", "mofedsam-seed0", "mofedsam-seed1"}
     pictures = {f"{name}{suffix}" for name in ("curves", "classes") for suffix in (".png", ".svg", ".pdf")}
     assert names == runs | pictures | {"config.json", "report.md", "report.html", "summary.json"}
     summary = json.loads((cwd / "cmp" / "summary.json").read_text())
     assert len(summary["runs"]) == 4 and set(summary["algorithms"]) == {"fedavg", "mofedsam"}
-    assert "| mofedsam |" in (cwd / "cmp" / "report.md").read_text()
+    assert "| MoFedSAM |" in (cwd / "cmp" / "report.md").read_text()
     for name in runs:
         assert len(metrics(cwd / "cmp" / name)) == 2
 
@@ -100,10 +100,10 @@ def test_a_terminal_breaks_sentences_between_words(monkeypatch: pytest.MonkeyPat
         words = ["compare", "small.toml", "--algorithms", "fedavg,fedsam", "--seeds", "0,1", "--rounds", "1"]
         assert cli.main(words) == 0
         shown[is_terminal] = output.getvalue()
-    (sentence,) = re.findall(r"^fedsam: .*$", shown[False], re.M)
+    (sentence,) = re.findall(r"^FedSAM: .*$", shown[False], re.M)
     assert len(sentence) > 60 and sentence not in shown[True]
     lines = [line.strip() for line in shown[True].splitlines()]
-    first = next(n for n, line in enumerate(lines) if line.startswith("fedsam: "))
+    first = next(n for n, line in enumerate(lines) if line.startswith("FedSAM: "))
     assert " ".join(lines[first : first + 2]) == sentence
 
 
@@ -131,7 +131,7 @@ def test_compare_goes_on_when_a_run_diverges(cwd: Path, capsys: pytest.CaptureFi
     assert cli.main([*names, "--fedsam.lr", "1e30"]) == 1
     output = capsys.readouterr()
     assert "error: fedsam-seed0: round 1: all" in output.err and "diverged" in output.err
-    assert re.search(r"^ *fedavg +\d", output.out, re.M) and re.search(r"^ *mofedsam +\d", output.out, re.M)
+    assert re.search(r"^ *FedAvg +\d", output.out, re.M) and re.search(r"^ *MoFedSAM +\d", output.out, re.M)
     assert "- failed: fedsam-seed0: round 1: all" in (cwd / "cmp" / "report.md").read_text()
     assert cli.main([*names[:3], "fedsam", "--lr", "1e30"]) == 1
     assert "no run of the comparison in runs/small-compare-001 was finished" in capsys.readouterr().err

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from fastsam.fed.algorithms import registry
 from fastsam.lab.plots.curves import value_text
 
 
@@ -27,6 +28,12 @@ class FinishedRun:
 Group = Sequence[FinishedRun]
 
 
+def spelled(label: str) -> str:
+    """Return a label with the algorithms in it as the papers spell them, e.g. "FedSAM rho=0.05"."""
+    names = {word: registry[word].__name__.replace("_", "-") for word in label.split(" ") if word in registry}
+    return " ".join(names.get(word, word) for word in label.split(" "))
+
+
 def by_label(runs: Iterable[FinishedRun]) -> dict[str, list[FinishedRun]]:
     """Return the runs (one per seed) of each label, in order of appearance."""
     groups: dict[str, list[FinishedRun]] = {}
@@ -37,7 +44,7 @@ def by_label(runs: Iterable[FinishedRun]) -> dict[str, list[FinishedRun]]:
 
 def title_of(runs: Iterable[FinishedRun], data: str) -> str:
     """Return the names of the algorithms (their number, if there are more than five) and of the data."""
-    names = list(dict.fromkeys(run.algorithm for run in runs))
+    names = list(dict.fromkeys(spelled(run.algorithm) for run in runs))
     return f"{', '.join(names) if len(names) <= 5 else f'{len(names)} algorithms'} on {data}"
 
 
@@ -81,7 +88,8 @@ def line(run: FinishedRun, omitted_keys: Iterable[str]) -> str:
     `omitted_keys` are left out, because a panel or an axis shows them.
     """
     values = {key: value for key, value in run.point.items() if key not in {*omitted_keys}}
-    return " ".join([run.algorithm or run.label, *(f"{key}={value_text(value)}" for key, value in values.items())])
+    texts = [f"{key}={value_text(value)}" for key, value in values.items()]
+    return " ".join([spelled(run.algorithm or run.label), *texts])
 
 
 def baseline(groups: Mapping[str, Group], label: str) -> str | None:
