@@ -16,6 +16,8 @@ from tests.helpers.fed_watch import Watched
 from tests.helpers.pages import blocks
 from tests.helpers.places import ROOT
 
+pytestmark = pytest.mark.pages
+
 PAGE = (ROOT / "docs" / "algorithms.md").read_text()
 ROWS = {
     re.search(r"--algorithm (\S+?)[ `]", line + " ")[1]: [cell.strip() for cell in line.split("|")[1:-1]]
