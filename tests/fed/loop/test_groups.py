@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from fastsam import fed
 from fastsam.fed.clients import packed_samples as stores
-from fastsam.fed.clients.packed_samples import pack_pairs
+from fastsam.fed.clients.packed_samples import pack_samples as pack_pairs
 from fastsam.fed.clients.pairs import ALIGNMENT
 from fastsam.fed.executors import LocalOptions, Task
 from fastsam.fed.executors.batch_gatherer import BatchGatherer
@@ -191,9 +191,9 @@ def test_a_span_is_its_batches_one_after_the_other(n, size, counts, has_store):
     gatherer, k = BatchGatherer(tasks, tasks[0].epoch_sizes()), 0
     for count in counts:
         samples = gatherer.sample_indices(k, count)
-        assert all(part.is_contiguous() for part in samples) and samples.places.shape[0] == 3
+        assert all(part.is_contiguous() for part in samples.tensors) and samples.places.shape[0] == 3
         for i, places in enumerate(samples.places.split(size, 1)):
             x, y = gatherer.get(k + i)
-            assert torch.equal(samples.x[places], x) and torch.equal(samples.y[places], y)
+            assert torch.equal(samples.tensors[0][places], x) and torch.equal(samples.tensors[1][places], y)
         assert i == count - 1
         k += count
