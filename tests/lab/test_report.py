@@ -78,9 +78,9 @@ def test_a_printed_table_breaks_no_word_and_has_the_best_label_in_bold(width: in
     tables.short_table(runs, title, width).show(console)
     printed = out.getvalue().replace("\x1b[1m", "<").replace("\x1b[0m", ">")
     words = printed.replace("<", "").replace(">", "").split()
-    assert {*title.split(), "centralised-sam,", "FedLESAM-D", "FedAvg"} <= {*words}
+    assert {*title.split(), "Centralised-SAM,", "FedLESAM-D", "FedAvg"} <= {*words}
     bold = "".join(part.partition(">")[0] for part in printed.split("<")[1:])
-    assert "centralised-sam" in bold and "70.00" in bold and "FedAvg" not in bold and "FedLESAM" not in bold
+    assert "Centralised-SAM" in bold and "70.00" in bold and "FedAvg" not in bold and "FedLESAM" not in bold
     assert max(map(len, printed.replace("<", "").replace(">", "").splitlines())) <= width
 
 

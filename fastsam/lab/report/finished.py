@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,12 +27,12 @@ class FinishedRun:
 
 
 Group = Sequence[FinishedRun]
+_NAMES = {name: made.__name__.replace("_", "-") for name, made in registry.items()}
 
 
 def spelled(label: str) -> str:
     """Return a label with the algorithms in it as the papers spell them, e.g. "FedSAM rho=0.05"."""
-    names = {word: registry[word].__name__.replace("_", "-") for word in label.split(" ") if word in registry}
-    return " ".join(names.get(word, word) for word in label.split(" "))
+    return re.sub(r"[\w-]+", lambda word: _NAMES.get(word[0], word[0]), label)
 
 
 def by_label(runs: Iterable[FinishedRun]) -> dict[str, list[FinishedRun]]:
