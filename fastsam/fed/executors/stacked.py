@@ -27,6 +27,7 @@ from fastsam.fed.executors.replay import BF16_LOSS, Replays, agree
 from fastsam.fed.executors.row_memory import RowMemory
 from fastsam.fed.executors.slow_calls import SilentCalls
 from fastsam.fed.executors.stacked_lookups import StackedLookups
+from fastsam.fed.executors.stacked_masks import advice, is_hugging_face, kept_masks
 from fastsam.fed.executors.task import Setup
 from fastsam.fed.sums.ranks import ranks_per_device
 from fastsam.fed.update.model_copy import Replica
@@ -89,6 +90,7 @@ class StackedPasses:
         self._losses = vmap(self._loss, in_dims=(0, 0), randomness="error")
         self._batch_losses = vmap(self._batch_loss, in_dims=(0, 0), randomness="error")
         self.lookups, self.calls = StackedLookups(), calls or SilentCalls()
+        self.keeps_masks = is_hugging_face(replica.module)
         product_of = partial(ops.product_of, backend=setup.backend)
         self.replays = Replays(self.gradients, replica.module, layout, rowprograms.maker(setup), product_of)
 
@@ -112,7 +114,8 @@ class StackedPasses:
         """Return losses (detached) and gradients at `leaves` (`[rows, *shape]`, requiring gradients), in any order of
         memory."""
         shapes = (*(t.shape for t in batch), self.module.training)
-        with mapping(), self.calls, self.lookups.of_shape(shapes), self._with_parameters():
+        lookups, masks = self.lookups.of_shape(shapes), kept_masks(self.keeps_masks)
+        with mapping(), self.calls, lookups, masks, self._with_parameters():
             losses = self._losses_of(leaves, *fill_tree(self.template, batch))
         return losses.detach(), torch.autograd.grad(losses.sum(), leaves, allow_unused=True)
 
@@ -235,7 +238,7 @@ def why_not(setup: Setup) -> str | None:
     try:
         return _trial(setup)
     except Exception as error:
-        first = str(error).strip().splitlines()[0] if str(error).strip() else ""
+        first = advice(error) or (str(error).strip().splitlines()[0] if str(error).strip() else "")
         return f"torch.vmap cannot map the model or the loss over clients ({type(error).__name__}: {first})"
 
 

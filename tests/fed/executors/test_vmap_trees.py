@@ -161,6 +161,22 @@ def test_dropout_is_refused_and_auto_takes_another_executor() -> None:
     assert train("auto", model=Reader(dropout=0.1), rounds=1).summary()["executor"] in ("threads", "sequential")
 
 
+def test_a_mask_that_python_reads() -> None:
+    """Models of Hugging Face do not read it while torch compiles. Others get a message that shows a mask."""
+
+    class Reads(Reader):
+        def forward(self, words: Tensor, mask: Tensor, labels: Tensor | None = None) -> Any:
+            if not torch.compiler.is_compiling() and mask.all():
+                mask = torch.ones_like(mask)
+            return super().forward(words, mask, labels)
+
+    with pytest.raises(ValueError, match=r"reads the values of a tensor.*\['attention_mask'\]\[:, None, None, :\]"):
+        train("vmap", model=Reads())
+    Reads.__module__ = "transformers.models.reads"
+    assert_equal(model=Reads().double())
+    assert not torch.compiler.is_compiling()
+
+
 def test_auto_stacks_trees_as_it_stacks_pairs() -> None:
     assert train("auto", rounds=1).summary()["executor"] == "vmap"
 
