@@ -96,7 +96,7 @@ def test_the_table_says_what_the_class_does(name):
 
 @pytest.mark.parametrize("name", list(fed.algorithms.registry))
 def test_the_commands_are_understood(name):
-    """As the page says: the name in lower case, and an option as a flag."""
+    """The page says: the name in lower case, and an option as a flag."""
     cls = fed.algorithms.registry[name]()
     options = {key: value for key, value in vars(cls).items() if type(value) is float}
     flags = [word for key, value in options.items() for word in (f"--{name}.{key.replace('_', '-')}", str(value))]
