@@ -17,6 +17,8 @@ from tests.helpers.pages import PAGES, links, text_of
 from tests.helpers.places import ROOT
 from tools import diagrams, pictures, recording, speeds
 
+pytestmark = pytest.mark.pages
+
 Bars = Callable[[], speeds.Bars]
 ONE, TWO = partial(speeds.round_bars, 1), partial(speeds.round_bars, 2)
 BARS: dict[str, Bars] = {

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 from fastsam.arena import Layout
 from fastsam.fed.clients.all_clients import PairClients
-from fastsam.fed.clients.packed_samples import pack_pairs
-from fastsam.fed.clients.pairs import Pair
+from fastsam.fed.clients.packed_samples import pack_samples
 from fastsam.fed.clients.population import Population
+from fastsam.fed.clients.samples import Tensors
 from fastsam.fed.executors import LocalOptions, Setup, Task
 from fastsam.fed.update.local_update import ClientResults, Direction, LocalUpdate
 from fastsam.fed.update.model_copy import trainable
@@ -21,7 +21,7 @@ from tests.helpers import oracle
 
 def setup_of(
     model: nn.Module | None = None,
-    clients: Sequence[Pair] = (),
+    clients: Sequence[Tensors] = (),
     options: LocalOptions | None = None,
     *,
     device: str = "cpu",
@@ -52,7 +52,7 @@ def oracle_tasks(
     start = torch.zeros(layout.row_size)
     layout.gather([p.detach() for p in model.parameters()], start)
     keywords = {"momentum": 0.5, "local_epochs": 2, "batch_size": batch, "seed": 100, "slots": 3} | options
-    pairs, store = pack_pairs(clients)
+    pairs, store = pack_samples(clients)
     setup = setup_of(model, pairs, LocalOptions(**keywords), loss=loss, **{"store": store, **facts})
     update = update or LocalUpdate(Direction.GRADIENT, rho=0.05)
     tasks = [Task(i, setup, 0, 0.1, update) for i in range(len(clients))]

@@ -54,22 +54,33 @@ def test_a_model_of_hugging_face_with_batches_of_dicts(example: dict[str, Any]) 
     """FedSA-LoRA of a small BERT: the head and A move, other parameters stay, and B stays with the clients."""
     transformers, peft = library("transformers"), library("peft")
     config = transformers.BertConfig(
-        vocab_size=50, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16, num_labels=3
-    )
+        vocab_size=50, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16, num_labels=3,
+        hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
+    )  # fmt: skip
     torch.manual_seed(0)
-    bert = transformers.BertForSequenceClassification(config)
+    bert = transformers.BertForSequenceClassification(config).double()
     model = peft.get_peft_model(bert, peft.LoraConfig(task_type="SEQ_CLS", r=2, target_modules=["query", "value"]))
+    lengths = (torch.full((8, 1), 6), torch.arange(8)[:, None] % 4 + 2)  # a client without padding, and one with it
+    labels = torch.arange(8) % 3
     clients = [
-        {"input_ids": torch.randint(50, (8, 6)), "attention_mask": torch.ones(8, 6), "labels": torch.arange(8) % 3}
-        for _ in range(2)
+        transformers.BatchEncoding(
+            {"input_ids": torch.randint(50, (8, 6)), "attention_mask": torch.arange(6) < n, "labels": labels}
+        )
+        for n in lengths
     ]
     loss = fed.BatchLoss(
         lambda model, batch: model(**batch).loss, lambda model, batch: (model(**batch).logits, batch["labels"])
     )
-    result = fed.run(
-        model, clients, fed.FedSAM(rho=0.05), rounds=2, participation=1.0, loss=loss, optimizer="AdamW", lr=1e-2,
-        executor="sequential", **example["METHODS"]["FedSA-LoRA"].options,
+    result, stacked = (
+        fed.run(
+            model, clients, fed.FedSAM(rho=0.05), rounds=2, participation=1.0, loss=loss, optimizer="AdamW", lr=1e-2,
+            batch_size=4, executor=executor, **example["METHODS"]["FedSA-LoRA"].options,
+        )
+        for executor in ("sequential", "auto")
     )  # fmt: skip
+    assert stacked.summary()["executor"] == "vmap"
+    for a, b in zip(result.model.parameters(), stacked.model.parameters(), strict=True):
+        assert (a - b).abs().max() < 1e-12
     old = dict(model.named_parameters())
     moved = {name for name, p in result.model.named_parameters() if not torch.equal(p, old[name])}
     assert moved == {name for name, p in old.items() if p.requires_grad and "lora_B" not in name}

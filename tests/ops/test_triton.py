@@ -332,7 +332,7 @@ def test_prepared_steps_leave_the_tables_of_a_graph() -> None:
 
     def step(g1: list[Tensor], g2: list[Tensor]) -> None:
         calls.norm_perturb_(g1, actual.sumsq, False)
-        for call in calls.update("sgd", [actual.momentum], None, g2, False, False):
+        for call in calls.update("sgd", [actual.momentum], g2):
             call()
         expected.run(reference, expected.params, g1, g2)
 

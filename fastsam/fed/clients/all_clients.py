@@ -5,15 +5,25 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from hashlib import blake2b
-from typing import Any
+from itertools import count
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from fastsam.fed.clients.batch_loss import split_pair
-from fastsam.fed.clients.packed_samples import PackedSamples
+from fastsam.fed.clients.packed_samples import PackedSamples, pack_samples
 from fastsam.fed.clients.pairs import Pair
-from fastsam.fed.clients.samples import ClientDataset, as_samples
+from fastsam.fed.clients.samples import (
+    ClientDataset,
+    Tensors,
+    TensorSamples,
+    as_samples,
+    fill_tree,
+    leaves,
+    map_tree,
+    tensors_of,
+)
 
 
 class Clients(Sequence[ClientDataset]):
@@ -25,6 +35,8 @@ class Clients(Sequence[ClientDataset]):
         prefetches: clients can be loaded before they are needed.
         is_batched: samples come in batches.
         pairs: the clients as pairs of tensors, empty if samples come in batches.
+        tensors: all tensors of each client, in one order, empty if samples are read batch by batch.
+        template: inputs and labels, or a tree of tensors and None, with indices into a client's tensors as leaves.
         store: memory with the samples of all clients, or None.
     """
 
@@ -33,6 +45,8 @@ class Clients(Sequence[ClientDataset]):
     prefetches: bool = False
     is_batched: bool = True
     pairs: Sequence[Pair] = ()
+    tensors: Sequence[Tensors] = ()
+    template: Any = None
     store: PackedSamples | None = None
 
     @abstractmethod
@@ -84,10 +98,11 @@ class PairClients(Clients):
     """Clients whose samples are pairs of tensors (x, y), perhaps views of a store."""
 
     is_batched = False
+    template = (0, 1)
 
-    def __init__(self, pairs: Sequence[Pair], store: PackedSamples | None = None) -> None:
-        self.pairs, self.store = pairs, store
-        self.sizes = [len(y) for _, y in pairs] if store is None else store.sizes
+    def __init__(self, pairs: Sequence[Tensors], store: PackedSamples | None = None) -> None:
+        self.pairs, self.tensors, self.store = cast(Sequence[Pair], pairs), pairs, store
+        self.sizes = [len(y) for _, y in self.pairs] if store is None else store.sizes
 
     def __getitem__(self, client: int) -> ClientDataset:  # type: ignore[override]
         return as_samples(self.pairs[client])
@@ -109,12 +124,27 @@ class PairClients(Clients):
 
 
 class InMemoryClients(Clients):
-    """Clients whose samples come in batches, and that are there from the start."""
+    """Clients whose samples come in batches, and that are there from the start. Trees of tensors may be views of a
+    store."""
 
     def __init__(self, clients: Sequence[ClientDataset]) -> None:
         self.clients, self.sizes = list(clients), [len(samples) for samples in clients]
         self.draws = any(samples.draws for samples in clients)
-        self._labels = [y for samples in clients if (y := samples.labels) is not None]
+        trees = [samples.tree for samples in self.clients if isinstance(samples, TensorSamples)]
+        if len(trees) == len(self.clients):
+            self._pack([dict(leaves(tree)) for tree in trees], trees[0])
+        self._labels = [y for samples in self.clients if (y := samples.labels) is not None]
+
+    def _pack(self, columns: Sequence[Mapping[str, Tensor]], tree: Any) -> None:
+        """Put the columns of all clients into a store if they are alike. All clients' trees are then built as `tree`,
+        because the order of a dict may differ."""
+        if len(columns[0]) < len(tensors_of(tree)):
+            return  # two columns have one path, as with the keys "a.b" and "a" of a dict with "b"
+        indices = count()
+        template = map_tree(lambda leaf: next(indices), tree)
+        self.tensors, self.store = pack_samples([tuple(column[path] for path in columns[0]) for column in columns])
+        self.clients = [TensorSamples(fill_tree(template, t), len(t[0])) for t in self.tensors]
+        self.template = (template, None)
 
     def __getitem__(self, client: int) -> ClientDataset:  # type: ignore[override]
         return self.clients[client]
@@ -156,12 +186,11 @@ def check_kind(samples: ClientDataset, label: str, first: Mapping[str, str] | No
             raise ValueError(
                 f"{label} must be a pair (x, y) of tensors or arrays, or have samples (x, y): {error}"
             ) from None
-    if first is not None and samples.kinds != first:
-        raise ValueError(
-            f"{label}: a batch has {_words(samples.kinds)}, a batch of client 0 {_words(first)}. Clients' samples must "
-            "be built alike"
-        )
-
-
-def _words(kinds: Mapping[str, Any]) -> str:
-    return ", ".join(f"{path or 'a tensor'} ({kind})" for path, kind in kinds.items()) or "nothing"
+    if first is None or samples.kinds == first:
+        return
+    path = next(path for path in (*first, *samples.kinds) if first.get(path) != samples.kinds.get(path))
+    kind, first_kind = (kinds.get(path, "missing") for kinds in (samples.kinds, first))
+    raise ValueError(
+        f"{label}: {path or 'the tensor'} is {kind} in a batch, but {first_kind} in a batch of client 0. Build the "
+        "samples of all clients alike"
+    )

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fastsam.fed.clients.all_clients import InMemoryClients, PairClients, check_kind
 from fastsam.fed.clients.lazy import LazyClientData, LazyClients
-from fastsam.fed.clients.packed_samples import MAX_BYTES, PackedSamples, StoredPairs, pack_pairs, store_of
+from fastsam.fed.clients.packed_samples import MAX_BYTES, PackedSamples, StoredSamples, pack_samples, store_of
 from fastsam.fed.clients.pairs import Pair, checked_pair, is_array
 from fastsam.fed.clients.population import Population
 from fastsam.fed.clients.reading import LARGEST_READ, SampleSource, read, source
@@ -73,13 +73,13 @@ def prepare(
     common_store = None if takes_batches or collate is not None else _pack(sources, dtype, device)
     if common_store is not None and (test is None or _is_pair(test)):
         test_samples = None if test is None else PairSamples(checked_pair(test, "the test set", dtype, device))
-        return Population(PairClients(StoredPairs(common_store), common_store), device, test_samples, **facts)
+        return Population(PairClients(StoredSamples(common_store), common_store), device, test_samples, **facts)
     client_samples, test_data = _read(sources, test, collate, dtype, device)
     if not takes_batches and not any(isinstance(one, ClientDataset) for one in (*client_samples, test_data)):
         if common_store is None:
-            pairs, store = pack_pairs(cast(list[Pair], client_samples))
+            pairs, store = pack_samples(cast(list[Pair], client_samples))
         else:
-            pairs, store = StoredPairs(common_store), common_store
+            pairs, store = StoredSamples(common_store), common_store
         return Population(PairClients(pairs, store), device, test_data and PairSamples(cast(Pair, test_data)), **facts)
     if facts["augment"] is not None:
         raise ValueError(
@@ -149,7 +149,7 @@ def _pack(pairs: Sequence[Any], dtype: torch.dtype, device: torch.device) -> Pac
             x, y = checked_pair(tuple(map(torch.cat, columns)), "all clients", dtype, device)
     except ValueError:
         return None
-    return store_of(x, y, sizes)
+    return store_of((x, y), sizes)
 
 
 class ClientTestSets:

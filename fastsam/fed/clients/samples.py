@@ -20,6 +20,7 @@ from fastsam.fed.common.transfer import to_device
 
 IGNORED = -100  # the label that torch's losses ignore by default
 Collate = Callable[[list[Any]], Any]  # samples -> batch
+Tensors = tuple[Tensor, ...]  # the tensors of a tree, in the order of `leaves`
 
 
 def map_tree(function: Callable[[Any], Any], tree: Any) -> Any:
@@ -46,6 +47,16 @@ def leaves(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:
         return
     for key, part in parts:
         yield from leaves(part, f"{path}.{key}" if path else str(key))
+
+
+def tensors_of(tree: Any) -> Tensors:
+    """Return the tensors of a tree in the order of `leaves`."""
+    return tuple(leaf for _, leaf in leaves(tree) if isinstance(leaf, Tensor))
+
+
+def fill_tree(template: Any, tensors: Sequence[Tensor]) -> Any:
+    """Return a tree of tensors. `template` is the tree with indices into `tensors`, or None, in place of leaves."""
+    return map_tree(lambda i: None if i is None else tensors[i], template)
 
 
 def move_tree(tree: Any, dtype: torch.dtype, device: torch.device) -> Any:

@@ -11,7 +11,8 @@ On a GPU the first row that fits decides. M1 to M9 are the measurements of bench
     loops of an algorithm                                            streams  predicted
     steps that can be captured; a sort's first steps are eager       graph    M2, M6 (H200); M4: vmap takes .8 to 1.1 of
                                                                               its time for CNNs, and other bits
-    the same with dropout, batches of dicts, clients that may raise  graph    M7 (H200): .03 of sequential's time
+    the same with dropout, batches read one by one, or clients that  graph    M7 (H200): .03 of sequential's time
+    may raise
     other steps: hooks, values on the host, Python state             streams  predicted; M8: several processes took
                                                                               longer than one
 """

@@ -10,22 +10,20 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from fastsam.fed.clients.samples import Tensors
 from fastsam.fed.common.transfer import to_device
 from fastsam.fed.executors.task import BLOCK, Task
-
-Batch = tuple[Tensor, Tensor]
 
 
 class SampleIndices(NamedTuple):
     """The samples of several rows.
 
     Attributes:
-        x, y: samples, `[n, ...]`, contiguous.
+        tensors: samples, each `[n, ...]`, contiguous.
         places: indices of the samples of each row, int64 `[rows, samples]`, contiguous.
     """
 
-    x: Tensor
-    y: Tensor
+    tensors: Tensors
     places: Tensor
 
 
@@ -42,9 +40,9 @@ class BatchGatherer:
         self.tasks, self.setup, self.size = tasks, tasks[0].setup, tasks[0].setup.options.batch_size
         self.epoch, self.samples = len(sizes), sum(sizes)  # numbers of batches and of samples in an epoch
         self._orders: tuple[int, Tensor] | None = None  # an epoch, and its orders
-        self._block: tuple[tuple[int, int], list[Batch]] | None = None  # epoch and number, and their batches
+        self._block: tuple[tuple[int, int], list[Tensors]] | None = None  # epoch and number, and their batches
 
-    def get(self, k: int) -> Batch:
+    def get(self, k: int) -> Tensors:
         """Return batch k of all rows. Neighbouring batches are gathered with it, so k should increase."""
         epoch, number = divmod(k, self.epoch)
         key, samples = (epoch, number // BLOCK), BLOCK * self.size
@@ -59,11 +57,9 @@ class BatchGatherer:
         orders = self.orders(k, count)
         store = self.setup.population.clients.store
         if store is None:
-            x, y = self._gather(orders)
-            return SampleIndices(
-                x.flatten(0, 1), y.flatten(0, 1), torch.arange(y.numel(), device=y.device).view(y.shape[:2])
-            )
-        return SampleIndices(store.x, store.y, to_device(orders.contiguous(), store.y.device))
+            samples = tuple(t.flatten(0, 1) for t in self._gather(orders))
+            return SampleIndices(samples, torch.arange(orders.numel(), device=samples[0].device).view(orders.shape))
+        return SampleIndices(store.tensors, to_device(orders.contiguous(), store.tensors[0].device))
 
     def orders(self, k: int, count: int) -> Tensor:
         """Return the sample indices of `count` steps from step k on, on the host. They count in the store, or in the
@@ -89,35 +85,36 @@ class BatchGatherer:
             self._orders = epoch, orders
         return self._orders[1]
 
-    def _batches(self, orders: Tensor) -> list[Batch]:
+    def _batches(self, orders: Tensor) -> list[Tensors]:
         """Return the batches of a block."""
         if self.setup.population.clients.store is None:
             return list(zip(*(part.split(self.size, 1) for part in self._gather(orders)), strict=True))
         return self._side_by_side(orders)
 
-    def _side_by_side(self, orders: Tensor) -> list[Batch]:
+    def _side_by_side(self, orders: Tensor) -> list[Tensors]:
         """Return the batches of a block, each contiguous."""
-        num_samples, batches = orders.shape[1] - orders.shape[1] % self.size, list[Batch]()
+        num_samples, batches = orders.shape[1] - orders.shape[1] % self.size, list[Tensors]()
         if num_samples:
-            x, y = self._gather(orders[:, :num_samples].unflatten(1, (-1, self.size)).transpose(0, 1))
-            batches += zip(x.unbind(), y.unbind(), strict=True)
+            samples = self._gather(orders[:, :num_samples].unflatten(1, (-1, self.size)).transpose(0, 1))
+            batches += zip(*(t.unbind() for t in samples), strict=True)
         if num_samples < orders.shape[1]:
             batches.append(self._gather(orders[:, num_samples:]))
         return batches
 
-    def _gather(self, orders: Tensor) -> Batch:
+    def _gather(self, orders: Tensor) -> Tensors:
         """Return the samples of each row at `orders`, `[rows, samples]`. In a store, where this is one gather, `orders`
         may also be `[batches, rows, samples]`."""
         tasks, store = self.tasks, self.setup.population.clients.store
-        indices = to_device(orders.contiguous(), tasks[0].y.device)
+        first = tasks[0].tensors
+        indices = to_device(orders.contiguous(), first[0].device)
         if store is not None:
-            x, y = (part.index_select(0, indices.flatten()).unflatten(0, orders.shape) for part in (store.x, store.y))
-            return x, y
-        x, y = (part.new_empty(*orders.shape, *part.shape[1:]) for part in (tasks[0].x, tasks[0].y))
+            flat = indices.flatten()
+            return tuple(t.index_select(0, flat).unflatten(0, orders.shape) for t in store.tensors)
+        batch = tuple(t.new_empty(*orders.shape, *t.shape[1:]) for t in first)
         for row, task in enumerate(tasks):
-            torch.index_select(task.x, 0, indices[row], out=x[row])
-            torch.index_select(task.y, 0, indices[row], out=y[row])
-        return x, y
+            for out, t in zip(batch, task.tensors, strict=True):
+                torch.index_select(t, 0, indices[row], out=out[row])
+        return batch
 
 
 def gather_keys(tasks: Sequence[Task]) -> Sequence[object]:
@@ -127,4 +124,4 @@ def gather_keys(tasks: Sequence[Task]) -> Sequence[object]:
         return range(len(tasks))
     if population.clients.store is not None:  # in it all samples are alike
         return [population.clients.sizes[task.client] for task in tasks]
-    return [(task.x.shape, task.y.shape) for task in tasks]
+    return [tuple(t.shape for t in task.tensors) for task in tasks]

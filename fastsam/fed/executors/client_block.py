@@ -10,15 +10,16 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from fastsam.fed.clients.samples import Tensors, tensors_of
 from fastsam.fed.executors.base import ClientError
-from fastsam.fed.executors.batch_gatherer import Batch, BatchGatherer
+from fastsam.fed.executors.batch_gatherer import BatchGatherer
 from fastsam.fed.executors.local_rows import LocalRows
 from fastsam.fed.executors.task import Task
 from fastsam.fed.update.local_update import ClientResults, Snapshot
 from fastsam.fed.update.model_copy import buffer_displacement
 from fastsam.fed.update.variant import StepVariant
 
-WeightedBatch = tuple[Tensor, Tensor, Sequence[float]]  # a batch of several clients, and its share in their means
+WeightedBatch = tuple[Tensors, Sequence[float]]  # a batch of several clients, and its share in their means
 
 
 class RowEnds(NamedTuple):
@@ -61,20 +62,20 @@ class ClientBlock:
     steps: int
     num_samples: int
     gatherer: BatchGatherer | None
-    batches: Iterator[Batch]
+    batches: Iterator[Tensors]
     snapshots: Sequence[dict[int, Snapshot]]
     k: int = 0
     extra_backward_passes: int = 0
     error: ClientError | None = None
     failures: dict[int, ClientError] = field(default_factory=dict)
     ends: RowEnds | None = None
-    cached_batch: tuple[int, Batch] | None = None
+    cached_batch: tuple[int, Tensors] | None = None
 
     @property
-    def samples(self) -> Batch:
-        """Return the memory of the samples, `[n, ...]`, of all clients, or of the first client."""
+    def samples(self) -> Tensors:
+        """Return the memory of the samples, each `[n, ...]`, of all clients, or of the first client."""
         task, store = self.tasks[0], self.tasks[0].setup.population.clients.store
-        return (task.x, task.y) if store is None else (store.x, store.y)
+        return task.tensors if store is None else store.tensors
 
     @property
     def epoch(self) -> int:
@@ -105,25 +106,27 @@ class ClientBlock:
         is_last_of_epoch = (self.k + 1) % self.epoch == 0
         return self.shape_numbers[is_last_of_epoch]
 
-    def batch(self) -> Batch:
-        """Return the batch of the next step, `[clients, batch, ...]`. Raises ClientError."""
+    def batch(self) -> Tensors:
+        """Return the batch of the next step, each `[clients, batch, ...]`. Raises ClientError."""
         try:
             if self.gatherer is not None:
                 return self.gatherer.get(self.k)
             # A step that failed for another client's batch is repeated.
             if self.cached_batch is None or self.cached_batch[0] != self.k:
-                x, y = next(self.batches)
-                self.cached_batch = self.k, (x[None], y[None])
+                self.cached_batch = self.k, tuple(t[None] for t in next(self.batches))
             return self.cached_batch[1]
         except Exception as error:
             raise client_error([self], error) from error
 
     def at_start(self) -> Iterator[WeightedBatch]:
-        """Yield every client's batches for its gradient at the start, `[clients, batch, ...]`. Raises ClientError."""
+        """Yield every client's batches for its gradient at the start, each `[clients, batch, ...]`. Raises
+        ClientError."""
         try:
+            for task in self.tasks:
+                task.open()
             for batches in zip(*(task.batches_at_start() for task in self.tasks), strict=True):
-                x, y, shares = zip(*batches, strict=True)
-                yield torch.stack(x), torch.stack(y), shares
+                tensors = zip(*(tensors_of(batch) for *batch, _ in batches), strict=True)
+                yield tuple(map(torch.stack, tensors)), [share for *_, share in batches]
         except Exception as error:
             raise client_error([self], error) from error
 
@@ -142,12 +145,12 @@ class Schedules:
 
     def __init__(self) -> None:
         self._known: dict[tuple[object, ...], BatchSchedule] = {}
-        # numbers of shapes of a step: variant, samples of a batch, shapes of x and y
+        # numbers of shapes of a step: variant, samples of a batch, shapes of samples
         self._shape_numbers: dict[tuple[object, ...], int] = {}
 
     def of(self, task: Task, variant: StepVariant) -> BatchSchedule:
         """Return the schedule of a task's batches in steps of `variant`."""
-        shapes = task.x.shape[1:], task.y.shape[1:]
+        shapes = [t.shape[1:] for t in task.tensors]
         key = (variant, task.samples, *shapes)
         schedule = self._known.get(key)
         if schedule is None:
@@ -190,12 +193,11 @@ def are_neighbours(blocks: Sequence[ClientBlock]) -> bool:
     return blocks[-1].end - blocks[0].slot == sum(len(block.tasks) for block in blocks)
 
 
-def next_batch(blocks: Sequence[ClientBlock]) -> Batch:
-    """Return the next batch of all their clients, `[clients, batch, ...]`. Raises ClientError."""
+def next_batch(blocks: Sequence[ClientBlock]) -> Tensors:
+    """Return the next batch of all their clients, each `[clients, batch, ...]`. Raises ClientError."""
     if len(blocks) == 1:
         return blocks[0].batch()
-    x, y = zip(*(block.batch() for block in blocks), strict=True)
-    return torch.cat(x), torch.cat(y)
+    return tuple(map(torch.cat, zip(*(block.batch() for block in blocks), strict=True)))
 
 
 def rows_to_keep(blocks: Sequence[ClientBlock]) -> list[tuple[int, dict[int, Snapshot], int]]:

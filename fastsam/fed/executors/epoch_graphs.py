@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from fastsam.fed.clients.samples import Tensors
 from fastsam.fed.executors.client_block import ClientBlock
 from fastsam.fed.executors.cuda import Cuda
 from fastsam.fed.executors.local_rows import LocalRows
@@ -18,7 +19,7 @@ from fastsam.fed.executors.task import Setup
 MAX_GRAPHS = 16  # graphs, each with its own memory; later sorts train step by step
 _EAGER_EPOCHS = 2  # epochs before a capture, because libraries set up on first use and that cannot be captured
 
-Step = Callable[[Tensor, Tensor, bool], None]  # function of x, y, and whether it is the last step
+Step = Callable[[Tensors, bool], None]  # function of a batch, and whether it is the last step
 
 
 class CapturedEpoch(NamedTuple):
@@ -86,18 +87,18 @@ class EpochGraphs:
     def _capture(
         self, block: ClientBlock, places: Tensor, functions: tuple[Function, ...], step: Step
     ) -> CapturedEpoch:
-        x, y = block.samples
+        samples = block.samples
         sizes, ends = block.sizes, block.k + block.epoch == block.steps
 
         def work() -> None:
             offset = 0
             for number, size in enumerate(sizes):
                 indices = places[:, offset : offset + size]
-                own_x, own_y = (part.index_select(0, indices.flatten()).unflatten(0, indices.shape) for part in (x, y))
-                step(own_x, own_y, ends and number + 1 == len(sizes))
+                batch = tuple(t.index_select(0, indices.flatten()).unflatten(0, indices.shape) for t in samples)
+                step(batch, ends and number + 1 == len(sizes))
                 offset += size
 
-        return CapturedEpoch(self.cuda.capture(work, self.stream), places, (x, y, functions))
+        return CapturedEpoch(self.cuda.capture(work, self.stream), places, (samples, functions))
 
 
 def epoch_graphs_of(setup: Setup) -> EpochGraphs | None:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastsam.fed.clients.samples import leaves, map_tree
+from fastsam.fed.clients.samples import leaves, map_tree, tensors_of
 from fastsam.fed.executors.base import ClientError
 from fastsam.fed.executors.client_trainer import ClientTrainer
 from fastsam.fed.executors.cuda import Cuda
@@ -150,11 +150,6 @@ def _layout_of_leaf(leaf: Any) -> Hashable:
     if not isinstance(leaf, Tensor):
         return repr(leaf)
     return leaf.shape, leaf.stride(), leaf.dtype, _offset(leaf) if leaf.is_floating_point() else 0
-
-
-def tensors_of(batch: Batch) -> list[Tensor]:
-    """Return the tensors of a batch."""
-    return [leaf for _, leaf in leaves(batch) if isinstance(leaf, Tensor)]
 
 
 def _offset(t: Tensor) -> int:

@@ -35,7 +35,8 @@ class LaneRows:
 
     def __init__(self, setup: Setup, slots: int, samples_at_once: int) -> None:
         self.setup, self.memory = setup, RowMemory(setup, slots)
-        self.store = None if setup.population.augment is not None else setup.population.clients.store
+        has_pairs = setup.population.augment is None and not setup.population.clients.is_batched
+        self.store = setup.population.clients.store if has_pairs else None
         # Without shuffling `sequential` trains on views of the store, whose strides a gathered batch would not have.
         if self.store is not None and not setup.options.shuffle:
             is_contiguous = self.store.x.is_contiguous() and self.store.y.is_contiguous()

@@ -16,14 +16,15 @@ from torch.fx import Node
 from fastsam.fed.executors import graph_passes
 from fastsam.fed.executors.graph_recorder import CannotRecordError, record
 
+ROWS = 2  # rows of a recording for a row program, whose rows must not depend on their number
 _PLAIN = (int, float, complex, str, bytes, bool, type(None))
 
 
 class Recording:
-    """A recording of `plain` at weights, x and y.
+    """A recording of `plain` at weights and a batch.
 
     Attributes:
-        module: its functional, evaluated graph (see `graph_passes`), from weights, x and y to losses and existing
+        module: its functional, evaluated graph (see `graph_passes`), from weights and batch to losses and existing
             gradients.
         slots: indices of the parameters with gradients.
         inputs: inputs of the recording.
@@ -37,18 +38,17 @@ class Recording:
         self,
         plain: Callable[..., tuple[Tensor, Sequence[Tensor | None]]],
         weights: Sequence[Tensor],
-        x: Tensor,
-        y: Tensor,
+        *batch: Tensor,
     ) -> None:
         self.slots: tuple[int, ...] = ()
 
         def flat(*tensors: Tensor) -> tuple[Tensor, ...]:
-            *parameters, x, y = tensors
-            losses, grads = plain([w.detach().requires_grad_() for w in parameters], x, y)
+            parameters, inputs = tensors[: len(weights)], tensors[len(weights) :]
+            losses, grads = plain([w.detach().requires_grad_() for w in parameters], *inputs)
             self.slots = tuple(i for i, g in enumerate(grads) if g is not None)
             return (losses, *(g for g in grads if g is not None))
 
-        self.inputs = [*(w.detach() for w in weights), x.clone(), y.clone()]  # which the model may write
+        self.inputs = [*(w.detach() for w in weights), *(t.clone() for t in batch)]  # which the model may write
         self.module = record(flat, self.inputs)
         if any(map(_writes, self.module.graph.nodes)):
             with torch.no_grad():

@@ -21,19 +21,20 @@ from torch import Tensor, nn
 from torch.fx import GraphModule
 
 from fastsam.arena import Layout
+from fastsam.fed.clients.samples import Tensors
 from fastsam.fed.executors import graph_passes
 from fastsam.fed.executors.graph_passes import ProductOf
-from fastsam.fed.executors.recording import CannotRecordError, Recording, difference, python_state
+from fastsam.fed.executors.recording import ROWS, CannotRecordError, Recording, difference, python_state
+from fastsam.fed.executors.rowprograms.row_pass import RowPass
 
 log = logging.getLogger("fastsam.fed")
 
-Plain = Callable[[list[Tensor], Tensor, Tensor], tuple[Tensor, Sequence[Tensor | None]]]
-Function = Callable[..., Sequence[Tensor]]  # from weights, x and y to losses and gradients
+Plain = Callable[..., tuple[Tensor, Sequence[Tensor | None]]]  # from a list of weights and the tensors of a batch
+Function = Callable[..., Sequence[Tensor]]  # from weights and batch to losses and gradients
 PassResult = tuple[Tensor, list[Tensor], tuple[int, ...]]  # losses, gradients that there are, and of which parameters
 Key = tuple[object, ...]
 
 MAX_SHAPES = 256  # shapes: some hundred kilobytes each
-ROWS = 2  # rows of a recording for a row program, whose rows must not depend on their number
 # Largest relative errors of a loss, and of the norm of all gradients. A maximum or a kink that rounding moves
 # (max-pooling, ReLU) changes single elements of a gradient much more than rounding, but not the loss.
 _LOSS, _GRADIENT = {torch.float32: 1e-4, torch.float64: 1e-9}, 0.01
@@ -48,6 +49,7 @@ class Pass:
         function: the replayed pass, or None for the plain way.
         slots: indices of the parameters that have a gradient.
         uses: number of compared passes.
+        row_pass: the function, if it is a row program.
         first_results: results of the first pass, which the recording has computed.
     """
 
@@ -55,6 +57,7 @@ class Pass:
     slots: tuple[int, ...] = ()
     uses: int = 0
     first_results: Sequence[Tensor] | None = None
+    row_pass: RowPass | None = None
 
 
 class Replays:
@@ -62,7 +65,7 @@ class Replays:
 
     Args:
         plain: losses `[rows]` and gradients `[rows, *shape]` (None for parameters that the loss does not use) of
-            weights, inputs and labels.
+            weights and a batch.
         module, layout: the model and the layout of its parameters.
         make_row_pass: makes a row program from a graph and the parameters of its gradients, or returns None if an
             operation has no form. None if there are no row programs.
@@ -75,7 +78,7 @@ class Replays:
         plain: Plain,
         module: nn.Module,
         layout: Layout,
-        make_row_pass: Callable[[GraphModule, Sequence[int]], Function | None] | None = None,
+        make_row_pass: Callable[[GraphModule, Sequence[int]], RowPass | None] | None = None,
         product_of: ProductOf = lambda a, b: None,
         max_shapes: int = MAX_SHAPES,
     ) -> None:
@@ -86,38 +89,39 @@ class Replays:
         self._passes: OrderedDict[Key, Pass] = OrderedDict()
         self._log_reasons: set[str] = set()
 
-    def run(self, weights: list[Tensor], x: Tensor, y: Tensor) -> PassResult | None:
-        """Run a pass at `weights` (`[rows, *shape]`, leaves of autograd) on x and y, `[rows, batch, ...]`. Return None
-        if the plain pass has to run. Gradients are stored in the layout's order, in separate memory."""
-        x, y = x.contiguous(), y.contiguous()
-        replay = None if self.reason is not None else self._pass_of(weights, x, y)
+    def run(self, weights: list[Tensor], *batch: Tensor) -> PassResult | None:
+        """Run a pass at `weights` (`[rows, *shape]`, leaves of autograd) on a batch, each tensor `[rows, batch, ...]`.
+        Return None if the plain pass has to run. Gradients are stored in the layout's order, in separate memory."""
+        batch = tuple([t.contiguous() for t in batch])
+        replay = None if self.reason is not None else self._pass_of(weights, batch)
         if replay is None or replay.function is None:
             return None
         if replay.first_results is not None:
             (losses, *grads), replay.first_results, replay.uses = replay.first_results, None, 1
             return losses, grads, replay.slots
         with torch.no_grad():
-            losses, *grads = replay.function(*weights, x, y)
-        if replay.uses < 2 and not self._compare(replay, weights, x, y, losses, grads):
+            losses, *grads = replay.function(*weights, *batch)
+        if replay.uses < 2 and not self._compare(replay, weights, batch, losses, grads):
             return None
         return losses, grads, replay.slots
 
-    def row_pass(self, batch: int, x: Tensor, y: Tensor) -> Function | None:
-        """Return the row program of passes with a batch of samples like x and y (`[n, ...]`) in each row. It is None
-        unless a row program exists and was compared, and every parameter has a gradient."""
-        replay = self._compared_pass(self._passes.get(self._key((batch, *x.shape[1:]), (batch, *y.shape[1:]), x, y)))
-        return replay.function if replay is not None and len(replay.slots) == len(self.strides) else None
+    def row_pass(self, size: int, *samples: Tensor) -> RowPass | None:
+        """Return the row program of passes with a batch of `size` samples like `samples` (each `[n, ...]`) in each row.
+        It is None unless a row program exists and was compared, and every parameter has a gradient."""
+        replay = self._compared_pass(self._passes.get(self._key(samples, size)))
+        return replay.row_pass if replay is not None and len(replay.slots) == len(self.strides) else None
 
-    def find_function(self, batch: int, rows: int, x: Tensor, y: Tensor) -> Function | None:
-        """Return the function of passes of `rows` rows with a batch of samples like x and y (`[n, ...]`), or None if it
-        has not been compared yet."""
-        rowwise = self._key((batch, *x.shape[1:]), (batch, *y.shape[1:]), x, y)
+    def find_function(self, size: int, rows: int, *samples: Tensor) -> Function | None:
+        """Return the function of passes of `rows` rows with a batch of `size` samples like `samples` (each `[n, ...]`),
+        or None if it has not been compared yet."""
+        rowwise = self._key(samples, size)
         replay = self._compared_pass(self._passes.get((*rowwise, rows), self._passes.get(rowwise)))
         return None if replay is None else replay.function
 
-    def has_row_pass(self, x: Tensor, y: Tensor) -> bool:
-        """Return True if passes over `[rows, batch, ...]`, which ran before, are run by a row program."""
-        replay = self._passes.get(self._key(x.shape[1:], y.shape[1:], x, y))
+    def has_row_pass(self, *batch: Tensor) -> bool:
+        """Return True if passes over a batch, each tensor `[rows, batch, ...]`, which ran before, are run by a row
+        program."""
+        replay = self._passes.get(self._key(batch))
         return self.reason is None and replay is not None and replay.function is not None
 
     def _compared_pass(self, replay: Pass | None) -> Pass | None:
@@ -125,52 +129,58 @@ class Replays:
 
     # --- what is known of a shape ---
 
-    def _key(self, shape: Sequence[int], labels: Sequence[int], x: Tensor, y: Tensor) -> Key:
-        """Return the key of passes over any number of rows."""
-        return (tuple(shape), tuple(labels), x.dtype, y.dtype, self.module.training)
+    def _key(self, tensors: Sequence[Tensor], size: int | None = None) -> Key:
+        """Return the key of passes over any number of rows, of the tensors of a batch, `[rows, batch, ...]`. With a
+        `size` they are samples `[n, ...]`, of which a batch has `size`."""
+        if size is None:
+            shapes = [t.shape[1:] for t in tensors]
+        else:
+            shapes = [torch.Size((size, *t.shape[1:])) for t in tensors]
+        return (*shapes, *[t.dtype for t in tensors], self.module.training)
 
-    def _pass_of(self, weights: list[Tensor], x: Tensor, y: Tensor) -> Pass | None:
+    def _pass_of(self, weights: list[Tensor], batch: Tensors) -> Pass | None:
         """Return the pass over any number of rows, or the pass over this number of rows. It is recorded if it is the
         first of its shape."""
-        rowwise = self._key(x.shape[1:], y.shape[1:], x, y)
-        key = (*rowwise, len(x))
+        rowwise = self._key(batch)
+        key = (*rowwise, len(batch[0]))
         if self.make_row_pass is not None:
-            replay = self._passes.get(rowwise) or self._record(rowwise, *self._two_rows(weights, x, y), rowwise=True)
+            replay = self._passes.get(rowwise) or self._record(rowwise, *self._two_rows(weights, batch), rowwise=True)
             self._passes.move_to_end(rowwise)
             if replay.function is not None:
                 return replay
         if self.reason is not None:
             return None
-        replay = self._passes.get(key) or self._record(key, weights, x, y)
+        replay = self._passes.get(key) or self._record(key, weights, batch)
         self._passes.move_to_end(key)
         return replay
 
-    def _two_rows(self, weights: list[Tensor], x: Tensor, y: Tensor) -> tuple[list[Tensor], Tensor, Tensor]:
+    def _two_rows(self, weights: list[Tensor], batch: Tensors) -> tuple[list[Tensor], Tensors]:
         """Return the first two rows, or the only row twice."""
-        indices = [0, min(1, len(x) - 1)]
-        views = self.layout.views(x.new_zeros(ROWS, self.layout.row_size, dtype=weights[0].dtype))
+        indices = [0, min(1, len(batch[0]) - 1)]
+        views = self.layout.views(weights[0].new_zeros(ROWS, self.layout.row_size))
         for view, weight in zip(views, weights, strict=True):
             view.copy_(weight.detach()[indices])
-        return views, x[indices], y[indices]
+        return views, tuple(t[indices] for t in batch)
 
-    def _record(self, key: Key, weights: list[Tensor], x: Tensor, y: Tensor, rowwise: bool = False) -> Pass:
+    def _record(self, key: Key, weights: list[Tensor], batch: Tensors, rowwise: bool = False) -> Pass:
         """Record a pass and keep it under `key`, as a row program if `rowwise` is True."""
-        replay, recording = Pass(), self._make_recording(weights, x, y)
+        replay, recording = Pass(), self._make_recording(weights, batch)
         if recording is not None:
-            function = self._function(recording, rowwise)
+            row_pass = self.make_row_pass(recording.module, recording.slots) if rowwise and self.make_row_pass else None
+            function: Function | None = row_pass if rowwise else self._graph_function(recording)
             results = None if function is None else self._replay(recording, function)
             if results is not None:
-                replay = Pass(function, recording.slots, first_results=None if rowwise else results)
+                replay = Pass(function, recording.slots, 0, None if rowwise else results, row_pass)
         self._passes[key] = replay
         if len(self._passes) > self.max_shapes:
             self._passes.popitem(last=False)
         return replay
 
-    def _make_recording(self, weights: list[Tensor], x: Tensor, y: Tensor) -> Recording | None:
+    def _make_recording(self, weights: list[Tensor], batch: Tensors) -> Recording | None:
         """Return the simplified recording of a pass, or None if it cannot be recorded. The log has the reason."""
         old_state = python_state(self.module)
         try:
-            recording = Recording(self.plain, weights, x, y)
+            recording = Recording(self.plain, weights, *batch)
             graph_passes.simplify(recording.module.graph)
         except Exception as error:  # an error of the model itself comes again, from the plain pass
             kind = "" if isinstance(error, CannotRecordError) else f"{type(error).__name__}: "
@@ -183,11 +193,9 @@ class Replays:
         self._log(self.reason)
         return None
 
-    def _function(self, recording: Recording, rowwise: bool) -> Function | None:
+    def _graph_function(self, recording: Recording) -> Function:
+        """Return the graph of a recording as a function."""
         module = recording.module
-        if rowwise:
-            assert self.make_row_pass is not None
-            return self.make_row_pass(module, recording.slots)
         graph_passes.use_products(module.graph, self.product_of)
         losses = recording.outputs[0]
         graph_passes.place_outputs(module.graph, [losses.stride(), *(self.strides[i] for i in recording.slots)])
@@ -212,12 +220,12 @@ class Replays:
         return None
 
     def _compare(
-        self, replay: Pass, weights: list[Tensor], x: Tensor, y: Tensor, losses: Tensor, grads: list[Tensor]
+        self, replay: Pass, weights: list[Tensor], batch: Tensors, losses: Tensor, grads: list[Tensor]
     ) -> bool:
         """Return True if the recording is right for another batch at other weights. A value that the recording froze by
         mistake shows there."""
         replay.uses += 1
-        plain_losses, plain_grads = self.plain(weights, x, y)
+        plain_losses, plain_grads = self.plain(weights, *batch)
         has_slots = replay.slots == tuple(i for i, g in enumerate(plain_grads) if g is not None)
         if has_slots and agree(plain_losses, [g for g in plain_grads if g is not None], losses, grads):
             return True

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -15,7 +16,8 @@ from torch.func import vmap
 
 from fastsam import ops
 from fastsam.arena import Layout, Segment
-from fastsam.fed.clients.population import Loss
+from fastsam.fed.clients.batch_loss import BatchLoss, PairLoss, call, split_pair
+from fastsam.fed.clients.samples import fill_tree, tensors_of
 from fastsam.fed.executors import rowprograms, stacked_attention
 from fastsam.fed.executors.base import refusal
 from fastsam.fed.executors.gradient_passes import Gradients, Passes, check_scalar
@@ -25,6 +27,7 @@ from fastsam.fed.executors.replay import BF16_LOSS, Replays, agree
 from fastsam.fed.executors.row_memory import RowMemory
 from fastsam.fed.executors.slow_calls import SilentCalls
 from fastsam.fed.executors.stacked_lookups import StackedLookups
+from fastsam.fed.executors.stacked_masks import advice, is_hugging_face, kept_masks
 from fastsam.fed.executors.task import Setup
 from fastsam.fed.sums.ranks import ranks_per_device
 from fastsam.fed.update.model_copy import Replica
@@ -77,53 +80,77 @@ class StackedPasses:
         import torch._dynamo  # noqa: F401
 
         stacked_attention.register()
-        self.module, self.layout, self.classifies = replica.module, layout, _is_cross_entropy(setup.loss)
+        self.module, self.layout, self.template = replica.module, layout, setup.population.clients.template
+        of_batch = setup.loss if isinstance(setup.loss, BatchLoss) else PairLoss(setup.loss)
+        self.of_batch, self.of_outputs = of_batch, of_batch.of_outputs if isinstance(of_batch, PairLoss) else None
+        self.is_cross_entropy = _is_cross_entropy(self.of_outputs)
         self.places = [_places(replica.module, p) for p in replica.parameters]
         self.parameters = replica.parameters
         self._outputs = vmap(self._output, in_dims=(0, 0), randomness="error")
         self._losses = vmap(self._loss, in_dims=(0, 0), randomness="error")
-        self.loss, self.lookups, self.calls = setup.loss, StackedLookups(), calls or SilentCalls()
+        self._batch_losses = vmap(self._batch_loss, in_dims=(0, 0), randomness="error")
+        self.lookups, self.calls = StackedLookups(), calls or SilentCalls()
+        self.keeps_masks = is_hugging_face(replica.module)
         product_of = partial(ops.product_of, backend=setup.backend)
         self.replays = Replays(self.gradients, replica.module, layout, rowprograms.maker(setup), product_of)
 
-    def run(self, rows: LocalRows, x: Tensor, y: Tensor) -> tuple[Tensor, Gradients]:
-        """Run a pass on x and y, `[rows, batch, ...]`. The losses are detached. A parameter that the loss does not use
-        is left out of the gradients."""
-        result = self.replays.run(rows.leaves, x, y)
+    def run(self, rows: LocalRows, *batch: Tensor) -> tuple[Tensor, Gradients]:
+        """Run a pass on the tensors of a batch, each `[rows, batch, ...]`. The losses are detached. A parameter that
+        the loss does not use is left out of the gradients."""
+        result = self.replays.run(rows.leaves, *batch)
         if result is None:
-            return self.plain(rows, x, y)
+            return self.plain(rows, *batch)
         losses, grads, slots = result
         return losses, Gradients(grads, slots, self.layout.subtable(slots))
 
-    def plain(self, rows: LocalRows, x: Tensor, y: Tensor) -> tuple[Tensor, Gradients]:
+    def plain(self, rows: LocalRows, *batch: Tensor) -> tuple[Tensor, Gradients]:
         """Run a pass through the model's Python code, torch.vmap and autograd. This is the meaning of `run`."""
-        losses, grads = self.gradients(rows.leaves, x, y)
+        losses, grads = self.gradients(rows.leaves, *batch)
         slots = tuple(i for i, g in enumerate(grads) if g is not None)
         present = [_dense(g, s) for g, s in zip(grads, self.layout.segments, strict=True) if g is not None]
         return losses, Gradients(present, slots, self.layout.subtable(slots))
 
-    def gradients(self, leaves: list[Tensor], x: Tensor, y: Tensor) -> tuple[Tensor, Sequence[Tensor | None]]:
+    def gradients(self, leaves: list[Tensor], *batch: Tensor) -> tuple[Tensor, Sequence[Tensor | None]]:
         """Return losses (detached) and gradients at `leaves` (`[rows, *shape]`, requiring gradients), in any order of
         memory."""
-        with mapping(), self.calls, self.lookups.of_shape((x.shape, y.shape, self.module.training)):
-            with self._with_parameters():
-                outputs = self._outputs(leaves, x)
-            losses = _cross_entropy(outputs, y) if self._classifies(outputs, y) else self._losses(outputs, y)
+        shapes = (*(t.shape for t in batch), self.module.training)
+        lookups, masks = self.lookups.of_shape(shapes), kept_masks(self.keeps_masks)
+        with mapping(), self.calls, lookups, masks, self._with_parameters():
+            losses = self._losses_of(leaves, *fill_tree(self.template, batch))
         return losses.detach(), torch.autograd.grad(losses.sum(), leaves, allow_unused=True)
 
-    def _output(self, weights: list[Tensor], x: Tensor) -> Tensor:
+    def _losses_of(self, leaves: list[Tensor], x: Any, y: Any) -> Tensor:
+        """Return the losses of the rows on inputs and labels, or on a tree of tensors and None."""
+        if y is None and not self.is_cross_entropy:
+            return self._batch_losses(leaves, x)
+        x, y = split_pair(x) if y is None else (x, y)
+        outputs = self._outputs(leaves, x)
+        return _cross_entropy(outputs, y) if self._classifies(outputs, y) else self._losses(outputs, y)
+
+    def _place(self, weights: Sequence[Tensor]) -> None:
+        """Give the module other parameters."""
         for places, weight in zip(self.places, weights, strict=True):
             for mapping, name in places:
                 mapping[name] = weight
-        return self.module(x)
 
-    def _loss(self, output: Tensor, y: Tensor) -> Tensor:
-        return check_scalar(self.loss(output, y))
+    def _output(self, weights: list[Tensor], x: Any) -> Any:
+        self._place(weights)
+        return call(self.module, x)
 
-    def _classifies(self, outputs: Tensor, y: Tensor) -> bool:
+    def _loss(self, output: Any, y: Any) -> Tensor:
+        assert self.of_outputs is not None
+        return check_scalar(self.of_outputs(output, y))
+
+    def _batch_loss(self, weights: list[Tensor], batch: Any) -> Tensor:
+        self._place(weights)
+        return check_scalar(self.of_batch(self.module, batch))
+
+    def _classifies(self, outputs: Any, y: Any) -> bool:
         """Return True if torch's cross-entropy takes `[rows, batch, classes]` and class numbers, so that no mapping is
         needed."""
-        return self.classifies and outputs.dim() == 3 and y.dim() == 2 and y.dtype == torch.int64
+        if not self.is_cross_entropy or not isinstance(outputs, Tensor) or not isinstance(y, Tensor):
+            return False
+        return outputs.dim() == 3 and y.dim() == 2 and y.dtype == torch.int64
 
     @contextmanager
     def _with_parameters(self) -> Iterator[None]:
@@ -132,12 +159,10 @@ class StackedPasses:
         try:
             yield
         finally:
-            for places, parameter in zip(self.places, self.parameters, strict=True):
-                for mapping, name in places:
-                    mapping[name] = parameter
+            self._place(self.parameters)
 
 
-def _is_cross_entropy(loss: Loss) -> bool:
+def _is_cross_entropy(loss: object) -> bool:
     """Return True if the loss is torch's cross-entropy without options."""
     if type(loss) is not nn.CrossEntropyLoss or loss._forward_hooks or loss._forward_pre_hooks:
         return loss is F.cross_entropy
@@ -193,8 +218,8 @@ def _memory(device: torch.device) -> int:
 def why_not(setup: Setup) -> str | None:
     """Return the reason why the model cannot be trained in stacked rows, or None. It compares a step of two rows with
     single rows."""
-    if setup.population.batch_reason:
-        return setup.population.batch_reason
+    if setup.population.clients.template is None:
+        return "clients' samples are read batch by batch, and stacked clients need columns of tensors in memory"
     if setup.draws is not None:
         return (
             "a training pass of the model draws random numbers (dropout?), and stacked clients would share what is "
@@ -211,9 +236,9 @@ def why_not(setup: Setup) -> str | None:
     if setup.example is None:
         return "there is no example batch to try the model with"
     try:
-        return _trial(setup, *setup.example)
+        return _trial(setup)
     except Exception as error:
-        first = str(error).strip().splitlines()[0] if str(error).strip() else ""
+        first = advice(error) or (str(error).strip().splitlines()[0] if str(error).strip() else "")
         return f"torch.vmap cannot map the model or the loss over clients ({type(error).__name__}: {first})"
 
 
@@ -232,22 +257,23 @@ def has_row_program(setup: Setup) -> bool:
         return False
     replica, rows = _trial_rows(setup)
     replays = StackedPasses(replica, setup.layout, setup).replays
-    x, y = (torch.stack([part, part]) for part in setup.example)
-    replays.run(rows.leaves, x, y)
-    return replays.has_row_pass(x, y)
+    batch = [torch.stack([t, t]) for t in tensors_of(setup.example)]
+    replays.run(rows.leaves, *batch)
+    return replays.has_row_pass(*batch)
 
 
-def _trial(setup: Setup, x: Tensor, y: Tensor) -> str | None:
-    layout = setup.layout
+def _trial(setup: Setup) -> str | None:
+    layout, batch = setup.layout, tensors_of(setup.example)
     replica, rows = _trial_rows(setup)
-    batches = [(x, y), (x.flip(0), y.flip(0))]
-    x, y = (torch.stack(parts) for parts in zip(*batches, strict=True))
-    losses, stacked_grads = StackedPasses(replica, layout, setup).plain(rows, x, y)
+    batches = [batch, tuple(t.flip(0) for t in batch)]
+    losses, stacked_grads = StackedPasses(replica, layout, setup).plain(
+        rows, *map(torch.stack, zip(*batches, strict=True))
+    )
     plain = Passes(replica, layout, setup.loss)
     loss_tolerance = BF16_LOSS if setup.options.precision == "bf16" else None
     for row, batch in enumerate(batches):
         replica.row.copy_(rows.z[row])
-        loss, gradients = plain.run(*batch)
+        loss, gradients = plain.run(*fill_tree(setup.population.clients.template, batch))
         if gradients.slots != stacked_grads.slots:
             return "a stacked step gives gradients to other parameters than a plain one"
         row_gradients = [g[row] for g in stacked_grads.tensors]

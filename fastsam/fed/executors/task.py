@@ -15,7 +15,7 @@ from fastsam.arena import Layout
 from fastsam.fed.clients.batch_loss import PairLoss, split_pair
 from fastsam.fed.clients.labels import ignored_label, num_labels
 from fastsam.fed.clients.population import Loss, Population, apply_augment
-from fastsam.fed.clients.samples import ClientDataset
+from fastsam.fed.clients.samples import ClientDataset, Tensors
 from fastsam.fed.common import seeds
 from fastsam.fed.common.transfer import to_device
 from fastsam.fed.update.local_rule import LocalRule, optimizer_rule, sgd_rule
@@ -204,13 +204,19 @@ class Task:
             self.dataset = self.setup.population.clients[self.client]
 
     @property
+    def tensors(self) -> Tensors:
+        """The samples of the client, if they are in memory. With a store they are in it from `store.offsets[client]`
+        on."""
+        return self.setup.population.clients.tensors[self.client]
+
+    @property
     def x(self) -> Tensor:
-        """The inputs of the client. With a store they are in it from `store.offsets[client]` on."""
-        return self.setup.population.clients.pairs[self.client][0]
+        """The inputs of a client whose samples are pairs."""
+        return self.tensors[0]
 
     @property
     def y(self) -> Tensor:
-        return self.setup.population.clients.pairs[self.client][1]
+        return self.tensors[1]
 
     def vector(self, name: str) -> Tensor | None:
         """Return the client's own vector of the local update, `[row_size]`."""

@@ -10,6 +10,7 @@ from operator import attrgetter
 import torch
 from torch import Tensor
 
+from fastsam.fed.clients.samples import Tensors
 from fastsam.fed.executors import epoch_graphs, stacked
 from fastsam.fed.executors.base import ClientError, ClientOutcome, Executor, excludes
 from fastsam.fed.executors.batch_gatherer import gather_keys
@@ -142,8 +143,8 @@ class Vmap(Executor):
             while queue:
                 heads = [(block, batches, self._next(block, batches)) for block, batches in queue]
                 queue = [(block, batches) for block, batches, batch in heads if batch is not None]
-                ready = sorted(((c, b) for c, _, b in heads if b is not None), key=lambda pair: pair[1][1].shape[1])
-                for _, group in groupby(ready, key=lambda pair: pair[1][1].shape[1]):
+                ready = sorted(((c, b) for c, _, b in heads if b is not None), key=_shapes_of)
+                for _, group in groupby(ready, key=_shapes_of):
                     pairs = list(group)
                     try:
                         self._add_gradients(pairs)
@@ -163,10 +164,10 @@ class Vmap(Executor):
 
     def _add_gradients(self, pairs: list[tuple[ClientBlock, WeightedBatch]]) -> None:
         blocks = [block for block, _ in pairs]
-        x, y = (torch.cat(part) for part in zip(*((x, y) for _, (x, y, _) in pairs), strict=True))
-        _, gradients = self._pass(blocks, self.rows.gather(blocks), x, y)
+        batch = tuple(map(torch.cat, zip(*(tensors for _, (tensors, _) in pairs), strict=True)))
+        _, gradients = self._pass(blocks, self.rows.gather(blocks), batch)
         row = 0
-        for block, (_, _, shares) in pairs:
+        for block, (_, shares) in pairs:
             block.extra_backward_passes += 1
             rows, end = self.rows.neighbours([block]), row + len(block.tasks)
             if len(set(shares)) == 1:
@@ -214,7 +215,7 @@ class Vmap(Executor):
             return False
         rows, replays = self.rows.gather(blocks), self.passes.replays
         return self.epochs.train(
-            blocks[0], rows, replays, lambda x, y, is_last: self._local_step(blocks, rows, x, y, is_last)
+            blocks[0], rows, replays, lambda batch, is_last: self._local_step(blocks, rows, batch, is_last)
         )
 
     def _train_by_rows(self, blocks: list[ClientBlock]) -> list[ClientBlock]:
@@ -231,9 +232,9 @@ class Vmap(Executor):
 
     def _step(self, blocks: list[ClientBlock]) -> None:
         """Take one step of clients whose batches have one shape."""
-        x, y = next_batch(blocks)
+        batch = next_batch(blocks)
         rows, is_last = self.rows.gather(blocks), any(block.k + 1 == block.steps for block in blocks)
-        self._local_step(blocks, rows, x, y, is_last, rows_to_keep(blocks))
+        self._local_step(blocks, rows, batch, is_last, rows_to_keep(blocks))
         self.rows.put_back(blocks, rows)
         for block in blocks:
             block.k += 1
@@ -242,8 +243,7 @@ class Vmap(Executor):
         self,
         blocks: list[ClientBlock],
         rows: LocalRows,
-        x: Tensor,
-        y: Tensor,
+        batch: Tensors,
         is_last: bool,
         kept: Sequence[KeptRow] = (),
     ) -> None:
@@ -252,15 +252,20 @@ class Vmap(Executor):
         Args:
             blocks: the clients.
             rows: their rows.
-            x, y: batches `[rows, batch, ...]`.
+            batch: tensors of a batch, each `[rows, batch, ...]`.
             is_last: it is the last step of some clients.
             kept: rows that are copied before the step.
         """
-        losses = rows.step(lambda x, y, is_second: self._pass(blocks, rows, x, y), x, y, kept, is_last)
-        rows.losses.add_(losses.double() * y.shape[1])
+        losses = rows.step(lambda batch, _, is_second: self._pass(blocks, rows, batch), batch, None, kept, is_last)
+        rows.losses.add_(losses.double() * batch[0].shape[1])
 
-    def _pass(self, blocks: list[ClientBlock], rows: LocalRows, x: Tensor, y: Tensor) -> tuple[Tensor, Gradients]:
+    def _pass(self, blocks: list[ClientBlock], rows: LocalRows, batch: Tensors) -> tuple[Tensor, Gradients]:
         try:
-            return self.passes.run(rows, x, y)
+            return self.passes.run(rows, *batch)
         except Exception as error:
             raise client_error(blocks, error) from error
+
+
+def _shapes_of(pair: tuple[ClientBlock, WeightedBatch]) -> list[tuple[int, ...]]:
+    """Return the shapes of a batch without its clients."""
+    return [tuple(t.shape[1:]) for t in pair[1][0]]

@@ -14,7 +14,7 @@ from fastsam.fed.clients.batch_loss import BatchLoss, PairLoss
 from fastsam.fed.clients.labels import ignored_label
 from fastsam.fed.clients.loss_kind import LossKind, kind_of
 from fastsam.fed.clients.population import IGNORED, Augment, Loss, Population, apply_augment, check_labels
-from fastsam.fed.clients.samples import ClientDataset, leaves
+from fastsam.fed.clients.samples import ClientDataset, leaves, tensors_of
 from fastsam.fed.executors import split_epoch
 from fastsam.fed.executors.randomness import RandomOps
 from fastsam.fed.loop.trial_pass import explain, restore_random_state, try_pass
@@ -64,9 +64,8 @@ def try_model(model: nn.Module, population: Population, loss: Loss | BatchLoss, 
         if population.augment is not None:
             _check_augment(population.augment, batch[0])
         classifies, kind = _try_outputs(eval_copy.eval(), population, of_batch, batch, failure)
-        tensors = [leaf for _, leaf in leaves(batch) if isinstance(leaf, Tensor)]
         draws, changed_buffers, activations = try_pass(
-            model, train_copy.train(), loss, tensors, lambda: of_batch(train_copy, batch), failure
+            model, train_copy.train(), loss, tensors_of(batch), lambda: of_batch(train_copy, batch), failure
         )
         _try_others(eval_copy, population, client, of_batch, batch_size)
     example = (batch, None) if population.clients.is_batched else (batch[0], batch[1])

@@ -15,6 +15,8 @@ from tests.helpers.fed_watch import Watched
 from tests.helpers.pages import blocks
 from tests.helpers.places import ROOT
 
+pytestmark = pytest.mark.pages
+
 PAGE = (ROOT / "docs" / "algorithms.md").read_text()
 ROWS = {
     match[1].lower().replace("_", "-"): [cell.strip() for cell in line.split("|")[1:-1]]

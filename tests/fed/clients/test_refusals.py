@@ -77,7 +77,7 @@ test_refused = refusals(
      'client 1: its samples make no batch .RuntimeError.*collate='),
     (lambda: run([GOOD, [{"x": 1.0}] * 3]), 'client 1 must be a pair .*got a dict with x; say loss=fed.BatchLoss'),
     (lambda: run([[{"x": 1.0}] * 3, [{"z": 1.0}] * 3], loss=fed.BatchLoss(min)),
-     'client 1: a batch has z .*client 0 x'),
+     'client 1: x is missing in a batch, but torch.float32 in a batch of client 0'),
     (lambda: run([[(object(), 0)] * 3]), 'client 0: its samples make no batch .TypeError'),
     (lambda: run([{"x": torch.ones(3, 6), "y": torch.ones(2)}], loss=fed.BatchLoss(min)),
      'client 0: columns .* x has 3, y has 2'),

@@ -35,8 +35,8 @@ def capture_epochs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(epoch_graphs, "epoch_graphs_of", lambda setup: epoch_graphs.EpochGraphs(FakeCuda(setup.device)))
 
 
-def train(algorithm: object, sizes: tuple[int, ...] = EVEN, **options: object) -> str:
-    clients = oracle.ragged_clients(torch.float32, sizes)
+def train(algorithm: object, sizes: tuple[int, ...] = EVEN, clients: object = None, **options: object) -> str:
+    clients = oracle.ragged_clients(torch.float32, sizes) if clients is None else clients
     keywords = {
         "rounds": 3, "batch_size": 4, "local_epochs": 2, "participation": 1.0, "momentum": 0.3, "slots": 3,
     } | options  # fmt: skip
@@ -77,6 +77,16 @@ def test_an_epoch_is_captured_once_not_per_round() -> None:
     for rounds in (2, 4):
         train(fed.FedSAM(rho=0.05), rounds=rounds)
         assert len(FakeCuda.graphs) == 1 and FakeCuda.graphs[0].trace == []  # the trace is empty without a watch
+
+
+def test_epochs_of_dicts_are_captured(request: pytest.FixtureRequest) -> None:
+    clients = [{"x": x, "labels": y} for x, y in oracle.ragged_clients(torch.float32, EVEN)]
+    loss = fed.BatchLoss(lambda model, batch: torch.nn.functional.cross_entropy(model(batch["x"]), batch["labels"]))
+    plain = train(fed.FedSAM(rho=0.05), clients=clients, loss=loss)
+    request.getfixturevalue("capture_epochs")
+    with Watch():
+        assert train(fed.FedSAM(rho=0.05), clients=clients, loss=loss) == plain
+    assert [graph.replays for graph in FakeCuda.graphs] == [4]
 
 
 @pytest.mark.usefixtures("capture_epochs")

@@ -1,16 +1,20 @@
-"""Layers under `vmap`: the table in docs/executors_promises.md says what each does, and is compared with the layers."""
+"""Layers and batches under `vmap`: the table in docs/executors_promises.md says what each does, and is compared with
+them."""
 
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset, default_collate
 
-from fastsam.fed.clients.all_clients import PairClients
-from fastsam.fed.clients.population import Population
+from fastsam.fed import BatchLoss
+from fastsam.fed.clients.prepare import prepare
+from fastsam.fed.clients.samples import fill_tree, tensors_of
 from fastsam.fed.executors import stacked
 from fastsam.fed.executors.gradient_passes import Passes
 from fastsam.fed.executors.slow_calls import SlowCalls
@@ -37,17 +41,28 @@ class Call(nn.Module):
 
 
 class Case(NamedTuple):
-    """A layer, the shape of a sample (integers for a vocabulary), and the call."""
+    """A layer, the shape of a sample (integers for a vocabulary), the call, and the client made of x and y, whose
+    batches have x first and y last."""
 
     layer: Callable[[], nn.Module]
     shape: tuple[int, ...] = (4, 6)
     call: Callable[[Any, Tensor], Tensor] = lambda layer, x: layer(x)
     vocabulary: int = 0
+    client: Callable[[Tensor, Tensor], Any] | None = None
 
 
 def first(layer: Any, x: Tensor) -> Tensor:
     result: Tensor = layer(x)[0]
     return result
+
+
+def loss_of_tree(model: nn.Module, batch: Any) -> Tensor:
+    x, *_, y = tensors_of(batch)
+    return F.cross_entropy(model(x), y)
+
+
+def collate(samples: list[Any]) -> Any:
+    return default_collate(samples)
 
 
 CASES = {
@@ -73,6 +88,10 @@ CASES = {
     "RNN": Case(lambda: nn.RNN(6, 5, batch_first=True), call=first),
     "BatchNorm1d": Case(lambda: nn.BatchNorm1d(4)),
     "Dropout": Case(lambda: nn.Dropout(0.5)),
+    "dict": Case(lambda: nn.Linear(6, 5), client=lambda x, y: {"x": x, "labels": y}),
+    "list": Case(lambda: nn.Linear(6, 5), client=lambda x, y: TensorDataset(x, y, y)),
+    "tuple": Case(lambda: nn.Linear(6, 5), client=lambda x, y: ({"inputs": [x, x]}, y)),
+    "collate": Case(lambda: nn.Linear(6, 5), client=lambda x, y: DataLoader(TensorDataset(x, y), collate_fn=collate)),
 }
 
 
@@ -84,22 +103,25 @@ def measure(case: Case) -> tuple[str, float]:
     y = torch.arange(8) % 3
     model = Call(case.layer(), case.call).double()
     model(x)  # makes the head
-    trial = try_model(model, Population(PairClients([(x, y)], None), torch.device("cpu")), F.cross_entropy, 8)
-    facts = {"draws": trial.draws, "changes_buffers": bool(trial.changed_buffers), "example": (x, y)}
-    setup = setup_of(model, [(x, y)], **facts)
+    client, loss = ((x, y), F.cross_entropy) if case.client is None else (case.client(x, y), BatchLoss(loss_of_tree))
+    population = prepare([client], None, x.dtype, torch.device("cpu"), takes_batches=case.client is not None)
+    trial = try_model(model, population, loss, 8)
+    facts = {"draws": trial.draws, "changes_buffers": bool(trial.changed_buffers), "example": trial.example}
+    setup = replace(setup_of(model, loss=loss, **facts), population=population)
     if stacked.why_not(setup) is not None:
         return "refused", 0.0
     replica, rows = stacked._trial_rows(setup)
     calls = SlowCalls()
-    batches = [(x, y), (x.flip(0), y.flip(0))]
+    batch, template = tensors_of(trial.example), population.clients.template
+    batches = [batch, tuple(t.flip(0) for t in batch)]
     losses, gradients = stacked.StackedPasses(replica, setup.layout, setup, calls).plain(
         rows, *(torch.stack(parts) for parts in zip(*batches, strict=True))
     )
     difference, plain = 0.0, Passes(replica, setup.layout, setup.loss)
     for row, batch in enumerate(batches):
         replica.row.copy_(rows.z[row])
-        loss, row_gradients = plain.run(*batch)
-        pairs = zip([losses, *gradients.tensors], [loss, *row_gradients.tensors], strict=True)
+        row_loss, row_gradients = plain.run(*fill_tree(template, batch))
+        pairs = zip([losses, *gradients.tensors], [row_loss, *row_gradients.tensors], strict=True)
         difference = max(difference, *(float((a[row] - b).abs().max()) for a, b in pairs))
     return "once per client" if calls.names else "served", difference
 

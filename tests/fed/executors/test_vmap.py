@@ -14,7 +14,7 @@ from torch import nn
 
 from fastsam import fed
 from fastsam.fed import executors
-from fastsam.fed.clients.packed_samples import pack_pairs as store_of
+from fastsam.fed.clients.packed_samples import pack_samples as store_of
 from fastsam.fed.executors import LocalOptions, Setup, Task, stacked, stacked_rows, vmap
 from fastsam.fed.executors.batch_gatherer import BatchGatherer
 from tests.helpers import fed_cases as cases

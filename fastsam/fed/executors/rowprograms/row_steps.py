@@ -72,7 +72,7 @@ class RowSteps:
         """Return the row programs for the batches of some blocks."""
         sizes = {size for block in blocks for size in (block.sizes[0], block.sizes[-1])}
         passes = ((size, self.replays.row_pass(size, *blocks[0].samples)) for size in sizes)
-        return {size: row_pass for size, row_pass in passes if isinstance(row_pass, RowPass)}
+        return {size: row_pass for size, row_pass in passes if row_pass is not None}
 
     def _count(self, block: ClientBlock, passes: Passes) -> int:
         """Return how many of the block's next steps can be taken natively.
@@ -80,9 +80,7 @@ class RowSteps:
         They consist of `norm_`, `perturb_`, `update_norm_` and `update_`, on samples that can be gathered natively, and
         no row is copied before a step.
         """
-        x, y = block.samples
-        is_native = x.dtype == torch.float32 and y.dtype == torch.int64 and y.dim() == 1
-        if block.gatherer is None or not is_native or not block.variant.needs <= _SUPPORTED:
+        if block.gatherer is None or not _are_native(*block.samples) or not block.variant.needs <= _SUPPORTED:
             return 0
         if any(task.snapshots for task in block.tasks):
             return 0
@@ -127,7 +125,7 @@ class RowSteps:
         if self.store is None:
             block, count = group[0]
             assert block.gatherer is not None
-            x, y, places = block.gatherer.sample_indices(block.k, count)
+            (x, y), places = block.gatherer.sample_indices(block.k, count)
             return x, y, places.view(-1), _work([(block, count, places.shape[1])])
         first, _ = group[0]
         if first.k % first.epoch == 0 and not first.variant.has_schedule:
@@ -158,6 +156,12 @@ class RowSteps:
         for epoch, lines in orders.items():
             seeds.write_orders(indices, lines, self.setup.order_seed(round, epoch))
         return indices, _work(parts)
+
+
+def _are_native(x: Tensor, *others: Tensor) -> bool:
+    """Return True for samples that a native call gathers: x in float32, and one label."""
+    is_labels = [y.dtype == torch.int64 and y.dim() == 1 for y in others]
+    return x.dtype == torch.float32 and is_labels == [True]
 
 
 def _work(parts: Sequence[tuple[ClientBlock, int, int]]) -> Tensor:
