@@ -12,7 +12,9 @@ import os
 import platform
 import re
 import shlex
+import shutil
 import sys
+import textwrap
 import traceback
 import warnings
 from collections.abc import Mapping, Sequence
@@ -129,7 +131,7 @@ def info(arguments: argparse.Namespace, flags: Sequence[str]) -> int:
     versions = {DISTRIBUTION: _version(DISTRIBUTION), "python": python} | {p: _version(p) for p in ("torch", "numpy")}
     versions |= {package: installed_version(package) or f"{NO_VERSION} ({use})" for package, use in OPTIONAL.items()}
     if not arguments.json:
-        print(*(f"{name:<13} {text}" for name, text in versions.items()), sep="\n")
+        print(*(_wrapped(f"{name:<13} {text}", 14) for name, text in versions.items()), sep="\n")
     import torch
 
     from fastsam import backends
@@ -145,14 +147,22 @@ def info(arguments: argparse.Namespace, flags: Sequence[str]) -> int:
         facts = {"versions": versions, "cuda": cuda, "backends": rows, "auto": backends.backend(), "advice": steps}
         print(json.dumps(facts, indent=1))
         return 0
-    print(f"{'cuda':<12} {cuda or 'no device'}\n")
+    print(f"{'cuda':<13} {cuda or 'no device'}\n")
     print(f"{'backend':<11}{'device':<8}{'available':<11}why not")
     for row in rows:
         answer = "yes" if row["available"] else "no"
-        print(f"{row['name']:<11}{row['device']:<8}{answer:<11}{row['reason'] or ''}".rstrip())
+        print(_wrapped(f"{row['name']:<11}{row['device']:<8}{answer:<11}{row['reason'] or ''}".rstrip(), 30))
     print(f"\n`auto` on this machine: {backends.backend()}\n")
-    print(*steps, sep="\n")
+    print(*(_wrapped(step, 7) for step in steps), sep="\n")
     return 0
+
+
+def _wrapped(text: str, indent: int) -> str:
+    """Return a line in lines of the terminal, broken between words. A file or a pipe gets it as it is."""
+    if not sys.stdout.isatty():
+        return text
+    width = shutil.get_terminal_size().columns
+    return textwrap.fill(text, width, subsequent_indent=" " * indent, break_long_words=False, break_on_hyphens=False)
 
 
 def run(arguments: argparse.Namespace, flags: Sequence[str]) -> int:

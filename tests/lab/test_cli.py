@@ -178,7 +178,7 @@ def test_resume_extends_a_finished_run(cwd: Path) -> None:
             1,
             "'mlp', 'emnist_cnn', 'lenet', 'resnet18_gn', 'vit_b_32' or an import path",
         ),
-        (["run", "none.toml"], 1, "no config file none.toml"),
+        (["run", "none.toml"], 1, "`fastsam demo --copy DIR` writes examples"),
         (["run", "--lerning-rate", "3", "small.toml"], 1, "unknown key 'lerning_rate'"),
         (["run", "none.toml", "--lerning-rate", "3"], 1, "unknown key 'lerning_rate'"),
         (["compare", "small.toml"], 1, "what shall be compared"),
