@@ -102,6 +102,9 @@ def test_table_over_seeds_is_mean_and_the_deviation_of_a_sample() -> None:
 def test_one_sentence_per_algorithm_says_what_came_out() -> None:
     base = [make_run("fedavg", seed, [0.25, 0.5], 2, 0.5) for seed in (0, 1)]
     sam = [make_run("fedsam", 0, [0.5, 0.75], 1, 0.5), make_run("fedsam", 1, [0.25, 0.25], None, 0.5)]
+    assert tables.sentences([base[0], sam[0]])[1] == (
+        "FedSAM: 75.00 % test accuracy, +25.00 points against FedAvg, 50 % after 1.0 rounds."
+    )
     assert tables.sentences([*base, *sam, make_run("fedprox", 5, [0.125], None, 0.5)]) == [
         "FedAvg: 50.00 ± 0.00 % test accuracy, 50 % after 2.0 rounds.",
         "FedSAM: 50.00 ± 35.36 % test accuracy, +0.00 points against FedAvg (higher in 1 of 2 seeds), 50 % after"

@@ -73,7 +73,8 @@ def sentences(runs: Sequence[FinishedRun]) -> list[str]:
         gains = [100 * (accuracies[seed] - base_accuracies[seed]) for seed in accuracies if seed in base_accuracies]
         if gains:
             gain_count = sum(gain > 0 for gain in gains)
-            text += f", {np.mean(gains):+.2f} points against {base_name} (higher in {gain_count} of {len(gains)} seeds)"
+            text += f", {np.mean(gains):+.2f} points against {base_name}"
+            text += f" (higher in {gain_count} of {len(gains)} seeds)" if len(gains) > 1 else ""
         if target is not None:
             target_rounds = values(group, "rounds_to_target")
             count = len(target_rounds)
