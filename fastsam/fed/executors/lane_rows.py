@@ -35,6 +35,7 @@ class LaneRows:
 
     def __init__(self, setup: Setup, slots: int, samples_at_once: int) -> None:
         self.setup, self.memory = setup, RowMemory(setup, slots)
+        # `sequential` reads batches of trees one by one, and a part of a longer gather would begin elsewhere in memory.
         has_pairs = setup.population.augment is None and not setup.population.clients.is_batched
         self.store = setup.population.clients.store if has_pairs else None
         # Without shuffling `sequential` trains on views of the store, whose strides a gathered batch would not have.

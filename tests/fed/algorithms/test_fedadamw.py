@@ -124,8 +124,8 @@ algorithms.fedadamw FedAdamW.local_update: server['n'].item() => server['n'].ite
 algorithms.fedadamw FedAdamW.step_server: server['n'] + aggregate.mean('n') => aggregate.mean('n') @ fedadamw
 algorithms.fedadamw FedAdamW.step_server: view.copy_(mean) => view.copy_(mean.sqrt()) @ fedadamw
 algorithms.fedadamw block_means: view.double() => view.double().abs().sqrt() @ fedadamw
-executors.local_rows LocalRows._add_step_offset: value=-1 => value=1 @ fedadamw
-executors.local_rows LocalRows._add_step_offset: (self.z,) if self.w is None else (self.z, self.w) => (self.z,) @
+executors.local_rows LocalRows.update: value=-1 => value=1 @ fedadamw
+executors.local_rows LocalRows.update: (self.z,) if self.w is None else (self.z, self.w) => (self.z,) @
     fedadamw
 update.local_rule LocalRule.second_moment_columns: 1 - self.columns[adam.BETA2] ** steps => 0.0 @ fedadamw
 """)
