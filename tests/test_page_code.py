@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.helpers.pages import PAGES, blocks
+from tests.helpers.pages import PAGES, blocks, indented_blocks
 
 WIDTH = 88
 
@@ -14,4 +14,5 @@ def test_code_has_no_long_line(page: str) -> None:
         for block in blocks(page) if block.language != "math"
         for number, line in enumerate(block.code.splitlines(), block.line) if len(line) > WIDTH
     ]  # fmt: skip
+    lines += [f"{page}: {line}" for line in indented_blocks(page) if len(line) > WIDTH]
     assert not lines, f"at most {WIDTH} columns:\n" + "\n".join(lines)

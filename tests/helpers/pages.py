@@ -110,9 +110,10 @@ def commands(page: str) -> list[str]:
     Comments, prompts, and the commands that made a figure (they belong to their commits) are left out.
     """
     shell = [block.code for block in blocks(page) if block.language in ("", "bash", "console", "sh")]
-    lines = "".join(shell).replace("\\\n", " ").splitlines()
+    texts = ["".join(shell), "\n".join(indented_blocks(page))]
+    lines = [line for text in texts for line in re.sub(r" *\\\n *", " ", text).splitlines()]
     spans = re.findall(r"`([^`\n]+)`", re.sub(r"^Made by `.*", "", without_fences(page), flags=re.M))
-    texts = [text.strip().removeprefix("$ ") for text in (*lines, *indented_blocks(page), *spans)]
+    texts = [text.strip().removeprefix("$ ") for text in (*lines, *spans)]
     return list(dict.fromkeys(text for text in texts if _is_command(text)))
 
 
