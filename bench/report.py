@@ -332,6 +332,19 @@ def shown_pictures() -> set[str]:
     return {name for path in (ROOT / "docs").glob("*.md") for name in _PICTURE.findall(path.read_text())}
 
 
+def check_parts(new_records: Mapping[str, Record]) -> None:
+    """Raise ValueError if a record to publish lacks a part of the stored record, which it would replace."""
+    for name, record in new_records.items():
+        path = RESULTS / f"{name}.json"
+        old_cases = records.read(path)["cases"] if path.exists() else []
+        missing_parts = {case["part"] for case in old_cases} - {case["part"] for case in record["cases"]}
+        if missing_parts:
+            raise ValueError(
+                f"{name} has no cases of {', '.join(sorted(missing_parts))}, which the stored file has. Give "
+                f"bench/results/{name}.json before the new file: the two are joined"
+            )
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     facts = (__doc__ or "").splitlines()[0]
     parser = argparse.ArgumentParser(prog="python -m bench.report", description=facts, allow_abbrev=False)
@@ -346,6 +359,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             cases_by_name[name] = records.join(cases_by_name[name], one) if name in cases_by_name else one
         if arguments.publish and (names := [name for name, one in cases_by_name.items() if one["quick"]]):
             raise ValueError(f"{', '.join(names)}: measured with --quick. Published figures need a full run")
+        if arguments.publish:
+            check_parts(cases_by_name)
     except (OSError, ValueError) as error:
         print(error, file=sys.stderr)
         return 1

@@ -111,6 +111,23 @@ def test_quick_figures_are_not_published(
     assert "measured with --quick" in capsys.readouterr().err and not (tmp_path / "results").exists()
 
 
+def test_a_part_of_the_stored_figures_is_not_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(report, "RESULTS", tmp_path / "results")
+    monkeypatch.setattr(report, "pages", dict)
+    old, new = federated_record(), federated_record()
+    new["cases"] = [case for case in new["cases"] if case["part"] == "speed-1"]
+    stored_file, new_file = tmp_path / "results" / "federated.json", tmp_path / "new.json"
+    stored_file.parent.mkdir()
+    stored_file.write_text(json.dumps(old))
+    new_file.write_text(json.dumps(new))
+    assert report.main([str(new_file), "--publish"]) == 1
+    assert "has no cases of busy, gpu, growth" in capsys.readouterr().err
+    assert report.main([str(stored_file), str(new_file), "--publish"]) == 0
+    assert len(json.loads(stored_file.read_text())["cases"]) == len(old["cases"])
+
+
 def test_tables_of_a_gpu(tmp_path: Path) -> None:
     """Replayed figures before eager ones, launches and host times."""
 
