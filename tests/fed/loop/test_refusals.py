@@ -279,7 +279,6 @@ test_refused = refusals(
     (lambda: run_batches(lambda m, batch: torch.ones(())), "does not depend on the model's trainable parameters"),
     (lambda: run_batches(metrics={"first": lambda out, y: 0.0}), "say fed.BatchLoss.loss, predict"),
     (lambda: run_batches(predict=lambda m, batch: m(batch[0])), r"predict.* must return two tensors"),
-    (lambda: run_batches(executor="vmap"), "'vmap' cannot serve here"),
     (lambda: run_batches(measures=["sharpness"]), "sharpness read the loss over pairs"),
     (lambda: run_batches(test=[{"a": 1.0}] * 3), "not on the test set .a torch.float32"),
     (lambda: fed.BatchLoss(None), "BatchLoss: loss must be a function"),
