@@ -97,7 +97,7 @@ WORKERS ?= auto
 SHARED_OUT = -n $(WORKERS) --maxprocesses 8 --dist worksteal
 
 test: $(READY) ## the tests, with each skip and its reason. WORKERS=0 in one process
-	@$(BIN)/python -m pytest -q -ra $(SHARED_OUT) -m 'not slow and not gpu_code'
+	@$(BIN)/python -m pytest -q -ra $(SHARED_OUT) -m 'not slow and not gpu_code and not pages'
 
 # glibc looks at the heap at every call, and fresh memory is never zero by chance. Without the library MALLOC_CHECK_
 # does nothing: better no run.
@@ -152,7 +152,10 @@ test-cuda: $(READY) ## the GPU kernels without a GPU: compiled, their machine co
 
 CXX_SOURCES := $(shell find csrc -name '*.cpp' -o -name '*.cu' -o -name '*.h' -o -name '*.cuh')
 
-check: $(READY) ## style, types, prose, import rules
+PAGES := tests/test_docs_*.py tests/test_pictures.py tests/test_prose.py tests/bench/test_readme.py tests/test_page_code.py \
+  tests/fed/algorithms/test_docs.py
+
+check: $(READY) ## style, types, prose, import rules, the pages' words, code and pictures
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	@# mypy must see kernels/ under its installed name
@@ -160,7 +163,7 @@ check: $(READY) ## style, types, prose, import rules
 	MYPYPATH=build/types $(BIN)/mypy -p fastsam -p fastsam_kernels -p tests.helpers -p tests.attack
 	$(BIN)/clang-format --dry-run -Werror $(CXX_SOURCES)
 	$(BIN)/python tools/check_prose.py $$(git ls-files '*.py')
-	$(BIN)/python -m pytest -q tests/test_imports.py
+	$(BIN)/python -m pytest -q -m 'not slow' tests/test_imports.py $(PAGES)
 
 format: $(VENV)/.has-tests ## rewrite the sources in the style that `make check` asks for
 	$(BIN)/ruff check --fix .

@@ -44,7 +44,10 @@ INTERRUPTED = ("Traceback (most recent call last)", "KeyboardInterrupt")  # Pyth
 DECIDE = "decide"  # a call that runs by itself, before the others
 OK, FAILED, TIMED_OUT, LEFT_OUT = "passed", "failed", "timed out", "left out"
 
-PYTEST = "python -m pytest -v -ra -o cache_dir=build/pytest-cache --continue-on-collection-errors"
+# A broken machine fails everywhere: after 20 failures a part ends by itself and says why, before it is interrupted.
+PYTEST = (
+    "python -m pytest -v -ra --tb=short --maxfail=20 -o cache_dir=build/pytest-cache --continue-on-collection-errors"
+)
 # The files with tests marked `gpu`. Every worker would import all other files too, for half a minute.
 GPU_TESTS = (
     "tests/gpu tests/ops tests/optim tests/fed/executors/test_streams.py tests/fed/executors/test_capture.py "

@@ -11,6 +11,7 @@ from itertools import groupby
 from typing import Any
 
 from bench.record import Record, Row, has_failed, median
+from fastsam.lab.report.finished import spelled
 from fastsam.lab.report.table import Table
 
 NONE = "–"
@@ -23,6 +24,13 @@ def digits(number: int, scale: float = 1.0) -> Show:
 
 
 TWO_DIGITS = digits(2)
+PEERS = {"fedjax": "FedJAX", "fedlab": "FedLab", "blazefl": "BlazeFL", "flower": "Flower"}
+
+
+def shown(title: str) -> str:
+    """Return a title with algorithms and packages as their authors spell them."""
+    name, comma, rest = title.partition(", ")
+    return f"{PEERS.get(name, spelled(name))}{comma}{spelled(rest)}"
 
 
 @dataclass(frozen=True)
@@ -56,13 +64,15 @@ FURTHER = {
     "variants": Figure("peer.to.ours", "Time of pytorch-optimizer's class of the same name; ours is 1", digits(1)),
     "steps": Figure("replayed.fraction", "Speed of a replayed step; the floor, 40 bytes per parameter, is 1"),
 }
+SIZES = ("unequal clients", "digits, alpha 0.3", "equal clients")  # in titles of races; unequal clients come first
 LINES = ("ranks", "growth", "share")  # cases that have different contenders: a line each
 
 
 def tables(cases: Sequence[Record]) -> Iterator[str]:
     """Yield one table, or some lines, for each part, in the order of `FIGURES`."""
     order = list(FIGURES)
-    for part, group in groupby(sorted(cases, key=lambda c: order.index(c["part"])), lambda case: str(case["part"])):
+    ordered_cases = sorted(cases, key=lambda case: (order.index(case["part"]), size_place(case["title"])))
+    for part, group in groupby(ordered_cases, lambda case: str(case["part"])):
         members = list(group)
         figure = next(
             (one for one in FIGURES[part] if any(median(row, one.path) is not None for row in _rows(members))), None
@@ -81,6 +91,11 @@ def tables(cases: Sequence[Record]) -> Iterator[str]:
                 yield "\n".join(line(case, figure) for case in separate)
 
 
+def size_place(title: str) -> int:
+    """Return the place of a race among those of the other sizes of clients; 0 for other cases."""
+    return next((place for place, sizes in enumerate(SIZES) if f", {sizes}, " in title), 0)
+
+
 def _shares_no_row(case: Record, cases: Sequence[Record]) -> bool:
     names = {row["name"] for row in case["rows"]}
     return names.isdisjoint(row["name"] for other_case in cases if other_case is not case for row in other_case["rows"])
@@ -88,8 +103,8 @@ def _shares_no_row(case: Record, cases: Sequence[Record]) -> bool:
 
 def line(case: Record, figure: Figure) -> str:
     """Return a case as an item of a list: its title, then each contender with its figure."""
-    values = [(row.get("title", row["name"]), _cell(row, figure)) for row in case["rows"]]
-    return f"- {case['title']}: {', '.join(f'{title} {value}' for title, value in values)}"
+    values = [(shown(row.get("title", row["name"])), _cell(row, figure)) for row in case["rows"]]
+    return f"- {shown(case['title'])}: {'; '.join(f'{title} {value}' for title, value in values)}"
 
 
 def table(cases: Sequence[Record], figure: Figure) -> Table:
@@ -100,8 +115,8 @@ def table(cases: Sequence[Record], figure: Figure) -> Table:
     for name in order:
         bold = "**" if by_name[name].get("ours") and any(not row.get("ours") for row in by_name.values()) else ""
         cells = [_cell(next((row for row in case["rows"] if row["name"] == name), {}), figure) for case in cases]
-        rows.append([f"{bold}{by_name[name].get('title', name)}{bold}", *cells])
-    return Table("", ["", *(case["title"] for case in cases)], rows)
+        rows.append([f"{bold}{shown(by_name[name].get('title', name))}{bold}", *cells])
+    return Table("", ["", *(shown(case["title"]) for case in cases)], rows)
 
 
 def _rows(cases: Sequence[Record]) -> list[Row]:

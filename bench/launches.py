@@ -114,7 +114,7 @@ def _prepared_passes(direct: Any, sumsq: Tensor, momentum: Tensor) -> tuple[Pass
     def update(grads: Gradients) -> None:
         nonlocal calls
         if not (calls and direct.renew(calls, grads)):
-            calls = direct.update("sgd", [momentum], None, grads, False, False)
+            calls = direct.update("sgd", [momentum], grads)
         for call in calls:
             call()
 

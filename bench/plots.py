@@ -1,14 +1,12 @@
 """The plots of the pages, drawn from results files."""
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from bench.record import Record, Row, figure, has_failed, median, name_of
 
-# Ours in blues, the peers in warm colours and greys.
-OURS = ("#0b5fa5", "#7fb2dd", "#b9d6ee", "#2b8cbe", "#08306b")
-PEERS = ("#e8890c", "#8c6bb1", "#5aa469", "#c9a227", "#d9694f", "#9a9a9a", "#6d6d6d", "#3d3d3d")
+OURS, PEER = ("#0b5fa5", "#5f6670")  # colours of our contenders, and of the others
 
 
 def draw(record: Record, folder: Path, names: Collection[str] | None = None) -> list[Path]:
@@ -52,27 +50,57 @@ def _spread(summaries: Sequence[Row]) -> tuple[list[float], list[float]]:
     return [s["median"] - s["q1"] for s in summaries], [s["q3"] - s["median"] for s in summaries]
 
 
-def _bars(axis: Any, cases: Sequence[Record], path: str, y: str) -> None:
-    """Draw a group of bars per case, one for each row with the figure, logarithmic."""
-    names = {row["name"]: row for case in cases for row in case["rows"] if figure(row, path)}
-    our_colours, peers, width = iter(OURS), iter(PEERS), 0.84 / max(len(names), 1)
-    for number, (name, row) in enumerate(names.items()):
-        values = {i: figure(r, path) for i, case in enumerate(cases) for r in case["rows"] if r["name"] == name}
-        summaries = {i: summary for i, summary in values.items() if summary}
-        colour = next(our_colours if row["ours"] else peers, "#444444")
-        options = {"yerr": _spread(list(summaries.values())), "label": row["title"], "color": colour}
-        x = [i - 0.42 + (number + 0.5) * width for i in summaries]
-        axis.bar(x, [s["median"] for s in summaries.values()], width, **options)
-    axis.set_xticks(range(len(cases)), [case["title"].replace(", ", "\n") for case in cases])
-    axis.set(yscale="log", ylabel=y)
-    axis.axhline(1.0, color="0.4", linewidth=0.8, linestyle="--")
+def _plain_numbers(axis: Any) -> None:
+    """Label a logarithmic axis with 0.1, 0.2, 0.5, 1 and so on."""
+    from matplotlib import ticker
+
+    axis.set_major_locator(ticker.LogLocator(subs=(1.0, 2.0, 5.0)))
+    axis.set_major_formatter("{x:g}")
+    axis.set_minor_locator(ticker.NullLocator())
+
+
+def _dots(axis: Any, cases: Mapping[str, Record], path: str, names: Mapping[str, str]) -> None:
+    """Draw a line per contender with a dot for each case that has the figure, logarithmic. The first dot is filled."""
+    for place, name in enumerate(names):
+        for number, (label, case) in enumerate(cases.items()):
+            row = next((row for row in case["rows"] if row["name"] == name), None)
+            if not (row and (summary := figure(row, path))):
+                continue
+            colour = OURS if row["ours"] else PEER
+            fill = colour if number == 0 else "white"
+            spread = [[value] for (value,) in _spread([summary])]
+            options = {"fmt": "o", "color": colour, "markerfacecolor": fill, "markersize": 6, "linewidth": 1}
+            axis.errorbar([summary["median"]], [place + 0.16 * number], xerr=spread, label=label, **options)
+    axis.set_yticks(range(len(names)), names.values())
+    axis.set_ylim(len(names) - 0.5, -0.5)
+    axis.set(xscale="log")
+    _plain_numbers(axis.xaxis)
+    axis.axvline(1.0, color="0.4", linewidth=0.8, linestyle="--")
 
 
 def _step(record: Record) -> Iterator[tuple[str, Any]]:
-    cases = [case for case in record["cases"] if case["part"] != "whole"]
-    canvas, axes = _axes(2, 1, (max(7.0, 1.9 * len(cases)), 8.0))
-    _bars(axes[0, 0], cases, "eager.to.copied", "time, relative to the copied per-tensor SAM")
-    _bars(axes[1, 0], cases, "eager.fraction", "fraction of the memory floor")
+    """Plot a panel per model and figure, with the contenders down and the numbers of threads as dots."""
+    models: dict[str, dict[str, Record]] = {}
+    for case in (case for case in record["cases"] if case["part"] != "whole"):
+        model, _, threads = case["title"].partition(", ")
+        models.setdefault(model, {})[threads] = case
+    if not models:
+        return
+    figures = {
+        "eager.to.copied": "time, the copied SAM = 1: less is better",
+        "eager.fraction": "speed, the memory floor = 1: more is better",
+    }
+    rows = [row for cases in models.values() for case in cases.values() for row in case["rows"]]
+    names = {row["name"]: row["title"] for row in rows if figure(row, "eager")}
+    canvas, axes = _axes(2, len(models), (2.6 + 2.8 * len(models), 7.0))
+    for line, (path, words) in zip(axes, figures.items(), strict=True):
+        for axis, (model, cases) in zip(line, models.items(), strict=True):
+            axis.sharex(line[0])
+            _dots(axis, cases, path, names)
+            axis.set_title(model, fontsize=10)
+            axis.label_outer()
+            axis.tick_params(labelbottom=True)
+        line[len(models) // 2].set_xlabel(words)
     yield "step", canvas
 
 
@@ -103,10 +131,14 @@ def _federated_plots(record: Record) -> Iterator[tuple[str, Any]]:
     canvas, axes = _axes(1, len(growth), (12.0, 4.4))
     for axis, case in zip(axes[0], growth, strict=True):
         good = [row for row in case["rows"] if not has_failed(row)]
-        summaries = [row["seconds"] for row in good]
-        options = {"yerr": _spread(summaries), "marker": "o", "markersize": 3}
-        axis.errorbar([row["at"] for row in good], [s["median"] for s in summaries], **options)
-        axis.set(xscale="log", yscale="log", title=case["title"], xlabel=case["axis"], ylabel="seconds a round")
+        low, high = _spread([row["seconds"] for row in good])
+        times = [row["seconds"]["median"] for row in good]
+        milliseconds = [[1e3 * value for value in values] for values in (times, low, high)]
+        options = {"yerr": milliseconds[1:], "marker": "o", "markersize": 3, "color": OURS}
+        axis.errorbar([row["at"] for row in good], milliseconds[0], **options)
+        axis.set(xscale="log", yscale="log", title=case["title"], xlabel=case["axis"], ylabel="ms a round")
+        axis.set_ylim(min(milliseconds[0]) / 3, max(milliseconds[0]) * 3)  # a small change looks small
+        _plain_numbers(axis.yaxis)
     yield "federated", canvas
 
 

@@ -14,8 +14,8 @@ LANES, SLOTS = "M2: CNN under `graph`", 16  # the case of decide-cuda.json, and 
 TEXT = """
 On an {gpu} the optimizer part of a captured step takes {least:.2f} to {most:.2f} of the time of
 `torch._foreach_*` with fused SGD, and from 30 million parameters on it reaches {slowest:.2f} to {fastest:.2f} of the
-memory's speed. A round of {clients} small clients takes {mlp:.1f} ms where a plain PyTorch loop takes {mlp_loop:.0f}
-ms (an MLP), or {cnn:.0f} ms and {cnn_loop:.0f} ms (a CNN): [all GPU
+memory's speed. A round of {clients} small, equal clients takes {mlp:.1f} ms where a plain PyTorch loop takes
+{mlp_loop:.0f} ms (an MLP), or {cnn:.0f} ms and {cnn_loop:.0f} ms (a CNN): [all GPU
 figures](docs/benchmarks_method.md#a-gpu-in-three-calls).
 """
 

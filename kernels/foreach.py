@@ -26,6 +26,7 @@ from .reference import accumulate_ as accumulate_
 from .reference import dual_norm_ as dual_norm_
 from .reference import dual_perturb_ as dual_perturb_
 from .reference import inner_ as inner_
+from .rule import UpdateOptions
 from .tensor_lists import Lists, TensorLists, Tensors, tensor_lists_of
 
 WRITES_IN_PARTS = torch.float16, torch.bfloat16  # their updates are made by the reference, in parts
@@ -226,38 +227,27 @@ def update_(
     hparams: Tensor,
     rule: str,
     state: Sequence[Tensor | None] = (),
-    *,
-    steps: Tensor | None = None,
-    g1: Sequence[Tensor] | None = None,
-    q: Tensor | None = None,
-    sumsq_v: Tensor | None = None,
-    grad_scale: Tensor | None = None,
-    found_inf: Tensor | None = None,
-    init_state: bool = False,
-    write_master: bool = False,
-    shift: Tensor | None = None,
+    **options: Any,
 ) -> None:
     """See `reference.update_`."""
-    update_rule = rules.find(rule)
+    update_rule, x = rules.find(rule), UpdateOptions(**options)
     if update_rule.foreach_update is None or not _serves(hparams, params, _field(backup), grads):
-        options: dict[str, Any] = {"steps": steps, "g1": g1, "q": q, "sumsq_v": sumsq_v, "grad_scale": grad_scale}
-        options |= {"found_inf": found_inf, "init_state": init_state, "write_master": write_master, "shift": shift}
         return reference.update_(params, backup, grads, table, hparams, rule, state, **options)
     plan, rows = tensor_lists_of(table), len(hparams)
-    vectors = params, _field(backup), grads, g1, _field(q), _field(shift)
+    vectors = params, _field(backup), grads, x.g1, _field(x.q), _field(x.shift)
     params_, o_, *lists = plan.lists(rows, *vectors, *map(_field, state))
-    stops = found_inf is not None and found_inf.item() != 0
-    if stops or not write_master:
+    stops = x.found_inf is not None and x.found_inf.item() != 0
+    if stops or not x.write_master:
         _copy_(params_, o_)
     if stops:
         return None
-    weights = o_ if write_master and o_ else params_
-    scale = 1.0 if grad_scale is None else grad_scale.item()
-    sums = [None] * rows if sumsq_v is None else sumsq_v.tolist()
-    counts = None if steps is None else plan.count_(steps)
+    weights = o_ if x.write_master and o_ else params_
+    scale = 1.0 if x.grad_scale is None else x.grad_scale.item()
+    sums = [None] * rows if x.sumsq_v is None else x.sumsq_v.tolist()
+    counts = None if x.steps is None else plan.count_(x.steps)
     for row, h, (w_, t, g, g1_, q_, p, *fields) in plan.parts(hparams, [weights, counts, *lists]):
         d, decay = _gradient(h, w_, _linear(h, g, g1_, q_, scale), sums[row], p)
-        update_rule.foreach_update(h, w_, d, decay, fields, t, init_state)
+        update_rule.foreach_update(h, w_, d, decay, fields, t, x.init_state)
     if weights is o_:
         _copy_(params_, o_)
 
@@ -291,21 +281,13 @@ class ListCalls:
         perturb_lists_(self._plan, hparams, [self._params, self._backup, g], [math.sqrt(total)], save)
 
     def update(
-        self,
-        rule: str,
-        state: Sequence[Tensor | None],
-        steps: Tensor | None,
-        grads: Sequence[Tensor],
-        init_state: bool,
-        write_master: bool,
-        in_place: bool = False,
+        self, rule: str, state: Sequence[Tensor | None], grads: Sequence[Tensor], in_place: bool = False, **options: Any
     ) -> list[partial[None]]:
         """See `direct_calls.DirectCalls.update`."""
         check_not_freed(grads)
         params, backup, table, hparams = self._operands
         start = None if in_place else backup
-        update = partial(update_, params, start, grads, table, hparams, rule, state)
-        return [partial(update, steps=steps, init_state=init_state, write_master=write_master)]
+        return [partial(update_, params, start, grads, table, hparams, rule, state, **options)]
 
 
 def direct_calls(params: Sequence[Tensor], backup: Tensor | None, table: Tensor, hparams: Tensor) -> ListCalls | None:

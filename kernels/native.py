@@ -17,7 +17,7 @@ from .direct_calls import CudaDirectCalls, DirectCalls
 from .libraries import OPS as _OPS
 from .libraries import build_hint as build_hint
 from .libraries import why_not as why_not
-from .rule import pad_state
+from .rule import UpdateOptions, pad_state
 
 _increment_version = torch._C._increment_version
 _ops = torch.ops.fastsam
@@ -83,14 +83,12 @@ def update_(
     hparams: Tensor,
     rule: str,
     state: Sequence[Tensor | None] = (),
-    *,
-    steps: Tensor | None = None,
-    g1: Sequence[Tensor] | None = None,
     **options: Any,
 ) -> None:
     """See `reference.update_`."""
-    operands = params, backup, grads, table, hparams, rule, *pad_state(state), steps, g1 or ()
-    _ops.update_.default(*operands, **options)
+    steps, g1, *others = UpdateOptions(**options)
+    operands = params, backup, grads, table, hparams, rule, *pad_state(state)
+    _ops.update_.default(*operands, steps, g1 or (), *others)
     _wrote(params)
 
 
@@ -102,20 +100,14 @@ def update_calls(
     hparams: Tensor,
     rule: str,
     state: Sequence[Tensor | None],
-    *,
-    steps: Tensor | None,
-    g1: Sequence[Tensor] | None,
-    grad_scale: Tensor | None,
-    found_inf: Tensor | None,
-    init_state: bool,
-    write_master: bool,
-    sumsq_v: Tensor | None = None,
+    **options: Any,
 ) -> list[partial[Any]]:
     """Return `update_` as a list of calls to make in order.
 
     The calls execute no line of Python code, so that no signal is handled between them.
     """
-    operands = params, backup, grads, table, hparams, rule, *pad_state(state), steps, g1 or ()
-    options = None, sumsq_v, grad_scale, found_inf, init_state, write_master, None
+    steps, g1, *others = UpdateOptions(**options)
+    operands = params, backup, grads, table, hparams, rule, *pad_state(state)
     # The overload is a Python function around `_op`. An interrupt in it could come after the update was made.
-    return [partial(_ops.update_.default._op, *operands, *options), partial(_increment_version, params)]
+    function = partial(_ops.update_.default._op, *operands, steps, g1 or (), *others)
+    return [function, partial(_increment_version, params)]

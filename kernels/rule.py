@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -114,6 +114,20 @@ class UpdateRule:
     def required_fields(self) -> tuple[bool, ...]:
         """For each field of the state, True if every call has it."""
         return tuple(name not in self.optional for name in self.state)
+
+
+class UpdateOptions(NamedTuple):
+    """The operands of `reference.update_` that have defaults, by their names there."""
+
+    steps: Tensor | None = None
+    g1: Sequence[Tensor] | None = None
+    q: Tensor | None = None
+    sumsq_v: Tensor | None = None
+    grad_scale: Tensor | None = None
+    found_inf: Tensor | None = None
+    init_state: bool = False
+    write_master: bool = False
+    shift: Tensor | None = None
 
 
 def pad_state(state: Sequence[Tensor | None]) -> tuple[Tensor | None, Tensor | None, Tensor | None]:

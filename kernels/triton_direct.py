@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .rule import UpdateOptions
 from .triton_chunks import Operand
 from .triton_common import INTERPRETED
 from .triton_launch import avoids_triton
@@ -115,22 +116,15 @@ class TritonCalls:
         ]
 
     def update(
-        self,
-        rule: str,
-        state: Sequence[Tensor | None],
-        steps: Tensor | None,
-        grads: Sequence[Tensor],
-        init_state: bool,
-        write_master: bool,
-        in_place: bool = False,
+        self, rule: str, state: Sequence[Tensor | None], grads: Sequence[Tensor], in_place: bool = False, **options: Any
     ) -> list[partial[None]]:
         """See `direct_calls.DirectCalls.update`."""
         self._update_launches = []  # for an interrupt before the last line
         self._second_grads.set(grads)
-        addresses = self._second_grads.addresses
-        operands = update_operands(self._params, None if in_place else self._backup, addresses, state)
+        addresses, x = self._second_grads.addresses, UpdateOptions(**options)
+        operands = update_operands(self._params, None if in_place else self._backup, addresses, state, x)
         call = self._refs["update"] = Call(self._table, 1, self._device, self._hparams, **operands)
-        launch = update_call(call, rule, state, steps, self._compute, init_state=init_state, write_master=write_master)
+        launch = update_call(call, rule, state, x, self._compute)
         self._update_key = self._second_grads.is_aligned, place_of(self._device).stream
         self._update_launches = [launch, partial(increment_version, self._params)]
         return self._update_launches

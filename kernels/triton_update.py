@@ -21,7 +21,7 @@ from torch import Tensor
 
 from . import reference, rules
 from .constants import CLIP_EPS
-from .rule import MAX_STATE, pad_state
+from .rule import MAX_STATE, UpdateOptions, pad_state
 from .triton_chunks import add_up, columns, each_block, load, locate, read, read_if, store, store_if
 from .triton_common import divide, power, root
 from .triton_norm import finish_row, sum_chunks_
@@ -202,51 +202,44 @@ def form_of(name: str) -> tuple[Any, Any]:
 
 
 def update_call(
-    call: Call, rule: str, state: Sequence[Tensor | None], steps: Tensor | None, compute: tl.dtype, *,
-    init_state: bool, write_master: bool,
-    sumsq_v: Tensor | None = None, grad_scale: Tensor | None = None, found_inf: Tensor | None = None,
-) -> partial[None]:  # fmt: skip
+    call: Call, rule: str, state: Sequence[Tensor | None], options: UpdateOptions, compute: tl.dtype
+) -> partial[None]:
     """Return the launch of an update with the operands of `call`."""
-    numbers, element = form_of(rule)
+    steps, sumsq_v, (numbers, element) = options.steps, options.sumsq_v, form_of(rule)
     return call.chunk_call(
         _update_kernel,
         counters=None if steps is None else (steps, *steps.stride(), tickets_of(steps, call.rows)),
         sumsq_v=None if sumsq_v is None else (sumsq_v, sumsq_v.stride(0)),
-        grad_scale=grad_scale,
-        found_inf=found_inf,
+        grad_scale=options.grad_scale,
+        found_inf=options.found_inf,
         NUMBERS=numbers,
         ELEMENT=element,
         STATE_MASK=sum(1 << i for i, field in enumerate(state) if field is not None),
-        INIT_STATE=init_state,
-        WRITE_MASTER=write_master,
+        INIT_STATE=options.init_state,
+        WRITE_MASTER=options.write_master,
         COMPUTE=compute,
     )
 
 
 def update_operands(
-    weights: Any, backup: Tensor | None, grads: Any, state: Sequence[Tensor | None], **options: Any
+    weights: Any, backup: Tensor | None, grads: Any, state: Sequence[Tensor | None], options: UpdateOptions
 ) -> dict[str, Any]:
-    """Return the operands of a `Call` that updates; `options` are operands that are absent by default."""
-    operands = {"weights": weights, "backup": backup, "grads": grads, "g1": None, "q": None, "shift": None}
-    return {**operands, **options, **{f"state{i}": field for i, field in enumerate(pad_state(state))}}
+    """Return the operands of a `Call` that updates."""
+    operands = {"weights": weights, "backup": backup, "grads": grads}
+    operands |= {"g1": options.g1, "q": options.q, "shift": options.shift}
+    return {**operands, **{f"state{i}": field for i, field in enumerate(pad_state(state))}}
 
 
 @compilable(cast("Callable[..., None]", reference.update_), "params", "backup", "steps")
-def _update_(
-    params, backup, grads, table, hparams, rule, state0, state1, state2,
-    *, steps=None, g1=None, q=None, sumsq_v=None, grad_scale=None, found_inf=None, init_state=False, write_master=False,
-    shift=None,
-):  # fmt: skip
-    state = (state0, state1, state2)
-    operands = update_operands(params, backup, grads, state, g1=g1, q=q, shift=shift)
-    call = Call(table, hparams.shape[0], hparams.device, hparams, **operands)
+def _update_(params, backup, grads, table, hparams, rule, state0, state1, state2, **options):
+    state, x = (state0, state1, state2), UpdateOptions(**options)
+    call = Call(table, hparams.shape[0], hparams.device, hparams, **update_operands(params, backup, grads, state, x))
     if not call.plan.n_chunks:  # no elements to update, but steps may be counted
-        if steps is not None:
-            fields = state[: len(rules.find(rule).state)]
-            reference.update_(params, backup, grads, table, hparams, rule, fields, steps=steps, found_inf=found_inf)
+        if x.steps is not None:
+            operands = params, backup, grads, table, hparams, rule, state[: len(rules.find(rule).state)]
+            reference.update_(*operands, steps=x.steps, found_inf=x.found_inf)
         return
-    options = {"init_state": init_state, "write_master": write_master, "sumsq_v": sumsq_v, "found_inf": found_inf}
-    update_call(call, rule, state, steps, compute_type(params), grad_scale=grad_scale, **options)()
+    update_call(call, rule, state, x, compute_type(params))()
     wrote(params)
 
 

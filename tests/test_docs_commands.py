@@ -16,6 +16,8 @@ from fastsam.lab.reproduce.table import load
 from tests.helpers.pages import PAGES, commands, words
 from tests.helpers.places import ROOT
 
+pytestmark = pytest.mark.pages
+
 MAKEFILE = (ROOT / "Makefile").read_text()
 TARGETS = set(re.findall(r"^([a-z][a-z-]*):", MAKEFILE, re.M))
 PYPROJECT = (ROOT / "pyproject.toml").read_text()

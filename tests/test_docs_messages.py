@@ -6,8 +6,12 @@ import ast
 import re
 from collections.abc import Iterator
 
+import pytest
+
 from tests.helpers.pages import text_of
 from tests.helpers.places import ROOT
+
+pytestmark = pytest.mark.pages
 
 HOLE = "…"  # part of a message that differs from case to case
 ROOMS = ("*.py", "optim/*.py", "fed/common/*.py", "fed/loop/*.py", "fed/rundir/*.py")

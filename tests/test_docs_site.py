@@ -20,6 +20,8 @@ from tests.helpers.pages import PAGES, anchors, blocks, links, text_of
 from tests.helpers.places import ROOT
 from tools import notebooks
 
+pytestmark = pytest.mark.pages
+
 INDEX = "docs/index.md"
 FOLDERS = ("fastsam", "kernels", "csrc", "bench", "tests", "tools", "docs", "examples")
 

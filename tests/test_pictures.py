@@ -11,35 +11,40 @@ from pathlib import Path
 
 import pytest
 
+from fastsam.fed.algorithms import registry as algorithms
 from fastsam.fed.executors.base import registry
 from tests.helpers.pages import PAGES, links, text_of
 from tests.helpers.places import ROOT
 from tools import diagrams, pictures, recording, speeds
 
+pytestmark = pytest.mark.pages
+
 Bars = Callable[[], speeds.Bars]
 ONE, TWO = partial(speeds.round_bars, 1), partial(speeds.round_bars, 2)
-BARS: dict[str, list[Bars]] = {
-    "speed.svg": [speeds.step_bars, speeds.whole_bars, ONE, TWO],
-    "step.svg": [speeds.step_bars],
-    "rounds.svg": [ONE, TWO],
-    "gpu.svg": [
-        partial(speeds.gpu_step_bars, "eager"),
-        partial(speeds.gpu_step_bars, "replayed"),
-        speeds.gpu_round_bars,
-    ],
+BARS: dict[str, Bars] = {
+    "step.svg": speeds.step_bars,
+    "whole-step.svg": speeds.whole_bars,
+    "rounds-unequal.svg": partial(ONE, speeds.UNEQUAL),
+    "rounds-two-cores.svg": lambda: TWO(speeds.first_sizes(2)),
+    "rounds-digits.svg": partial(ONE, speeds.DIGITS),
+    "rounds-equal.svg": partial(ONE, speeds.EQUAL),
+    "gpu-step.svg": partial(speeds.gpu_step_bars, "eager"),
+    "gpu-captured.svg": partial(speeds.gpu_step_bars, "replayed"),
+    "gpu-rounds.svg": speeds.gpu_round_bars,
 }
-PANELS = ["variants-wrong.svg", "variants-right.svg", "surfaces-sgd.svg", "surfaces-sam.svg"]
+PANELS = [*BARS, "variants-wrong.svg", "variants-right.svg", "surfaces-sgd.svg", "surfaces-sam.svg"]
 OTHERS = [recording.FILE.name, "tutorial_federated.svg"]  # of tools/recording.py and tools/notebooks.py
-ALL = [*BARS, *PANELS, *diagrams.DIAGRAMS]
+ALL = [*PANELS, *diagrams.DIAGRAMS]
 PHONE = 390 - 2 * 16  # pixels of a phone's page without its margins
 
 
 @pytest.mark.parametrize("name", BARS)
 def test_a_picture_shows_the_measured_numbers(name: str) -> None:
     shown_numbers = re.findall(r">(\d+\.\d\d)</text>", (pictures.FOLDER / name).read_text())
-    bars = [numbers() for numbers in BARS[name]]
-    expected = [f"{value:.2f}" for panel in bars for values in panel.values() for value in values.values()]
-    assert shown_numbers == expected, "the picture is older than bench/results: `make pictures` draws it again"
+    expected = [f"{value:.2f}" for values in BARS[name]().values() for value in values.values()]
+    assert expected and shown_numbers == expected, (
+        "the picture is older than bench/results: `make pictures` draws it again"
+    )
 
 
 def test_each_contender_of_the_picture_was_measured() -> None:
@@ -48,14 +53,21 @@ def test_each_contender_of_the_picture_was_measured() -> None:
     assert all(set(values) == full_size for values in speeds.whole_bars().values()) and len(speeds.whole_bars()) == 3
     gpu_names = set(speeds.GPU_STEP_NAMES.values())
     assert all(set(values) == gpu_names for values in speeds.gpu_step_bars("eager").values())
-    for num_cores, ours in ((1, ("vmap", "sequential")), (2, ("auto", "auto"))):
-        for values, executor in zip(speeds.round_bars(num_cores).values(), ours, strict=True):
+    one = {"MLP": "vmap", "CNN": "sequential"}
+    races = [(1, speeds.UNEQUAL, one), (2, speeds.first_sizes(2), dict.fromkeys(one, "auto"))]
+    for num_cores, sizes, ours in [*races, (1, speeds.DIGITS, {"MLP": "vmap"}), (1, speeds.EQUAL, one)]:
+        bars = speeds.round_bars(num_cores, sizes)
+        assert set(bars) == set(ours)
+        for model, executor in ours.items():
+            values = bars[model]
             names = [name.removesuffix(speeds.ONE_CORE) for name in values]
             fastsam = [f"{speeds.COMPILED}, {executor}", f"{speeds.PLAIN}, {executor}"]
-            assert names == [*fastsam, *speeds.ROUND_NAMES.values()]
+            assert names == [name for name in (*fastsam, *speeds.ROUND_NAMES.values()) if name in names]
+            # A row that failed is not drawn, and BlazeFL needs Python 3.13, which is not everywhere.
+            assert {fastsam[0], speeds.LOOP, "Flower", "FedJAX", "FedLab", "pfl"} <= {*names}
             num_of_one_core = sum(name.endswith(speeds.ONE_CORE) for name in values)
             assert num_of_one_core == (4 if num_cores == 2 else 0)  # FedJAX, FedLab, pfl and the loop
-    assert list(speeds.gpu_round_bars()["MLP, 100 clients"]) == ["fastsam compiled, vmap", speeds.LOOP]
+    assert list(speeds.gpu_round_bars()["MLP, 100 equal clients"]) == ["fastsam compiled, vmap", speeds.LOOP]
 
 
 def test_a_chart_of_rounds_takes_only_rows_of_its_cores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -64,12 +76,14 @@ def test_a_chart_of_rounds_takes_only_rows_of_its_cores(tmp_path: Path, monkeypa
 
     rows = [row("fastsam, auto", 2, 4.0), row("pfl, one core", 1, 0.5), row("pfl", 1, 0.6), row("flower", 3, 9.0)]
     rows += [{"name": "blazefl", "cores": 2, "problem": "it used 2.50 processors"}, row("bare loop, one core", 1, 1.0)]
-    cases = [{"part": "speed-2", "title": "CNN, fedavg", "rows": rows}]
-    cases += [{"part": "speed-1", "title": "CNN, fedavg", "rows": [row("fastsam, vmap", 2, 7.0), row("pfl", 1, 0.7)]}]
+    cases = [{"part": "speed-2", "title": "CNN, unequal clients, fedavg", "rows": rows}]
+    others = [row("fastsam, vmap", 2, 7.0), row("pfl", 1, 0.7)]
+    cases += [{"part": "speed-1", "title": f"CNN, {sizes}, fedavg", "rows": others} for sizes in ("a", "b")]
     (tmp_path / "federated.json").write_text(json.dumps({"cases": cases}))
     monkeypatch.setattr(speeds, "RESULTS", tmp_path)
     two = {"fastsam compiled, auto": 4.0, "pfl, one core": 0.5, f"{speeds.LOOP}, one core": 1.0}
-    assert speeds.round_bars(2) == {"CNN": two} and speeds.round_bars(1) == {"CNN": {"pfl": 0.7}}
+    assert speeds.round_bars(2, speeds.UNEQUAL) == {"CNN": two} and speeds.round_bars(2, "b") == {}
+    assert speeds.round_bars(1, "b") == {"CNN": {"pfl": 0.7}} and speeds.first_sizes(2) == speeds.UNEQUAL
 
 
 def test_the_faster_executor_is_named() -> None:
@@ -113,7 +127,10 @@ def test_the_recording_shows_the_command_of_readme_and_its_algorithms() -> None:
 def test_the_trees_end_at_what_there_is() -> None:
     answers = {node.text for node in diagrams.EXECUTORS.values() if node.answer}
     assert {name for text in answers for name in registry if name in text} == set(registry)
-    for nodes, edges in ((diagrams.EXECUTORS, diagrams.EXECUTOR_EDGES), (diagrams.MEMORY, diagrams.MEMORY_EDGES)):
+    names = [name for node in diagrams.ALGORITHMS.values() if node.answer for name in re.split(r",\s*", node.text)]
+    assert len(names) > 10 and {name.lower() for name in names} <= set(algorithms)
+    trees = [(diagrams.EXECUTORS, diagrams.EXECUTOR_EDGES), (diagrams.MEMORY, diagrams.MEMORY_EDGES)]
+    for nodes, edges in (*trees, (diagrams.ALGORITHMS, diagrams.ALGORITHM_EDGES)):
         targets = {end for _, end, _ in edges}
         assert len(set(nodes) - targets) == 1, "one question is the first"
         for name, node in nodes.items():

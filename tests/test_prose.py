@@ -10,6 +10,8 @@ import pytest
 
 from tests.helpers.places import ROOT
 
+pytestmark = pytest.mark.pages
+
 TOOL = ROOT / "tools" / "check_prose.py"
 LONG = " ".join(["word"] * 41)
 

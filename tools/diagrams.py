@@ -1,13 +1,14 @@
 """Draws the diagrams of the pages: `make pictures`.
 
 Writes into docs/pictures: `sam_step.svg` (the geometry of a step), `local_update.svg` and `round.svg` (the chains of a
-client's step and of a federated round), `executors.svg` and `memory_tree.svg` (decision trees).
+client's step and of a federated round), `executors.svg`, `memory_tree.svg` and `algorithms.svg` (decision trees).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -79,8 +80,33 @@ MEMORY_EDGES: Sequence[Edge] = (
     ("large", "small", "no"), ("large", "simple", "yes"), ("simple", "alias", "no"), ("simple", "early", "yes"),
 )  # fmt: skip
 
+ALGORITHMS: Mapping[str, Node] = {
+    "personal": Node(2.4, 3, "Shall each client have a model of its own?"),
+    "own models": Node(0.7, 2, "FedRep, FedBN, Ditto,\npFedMe, APFL", True),
+    "passes": Node(4.8, 2, "Two backward passes for a step?"),
+    "one pass": Node(2.8, 1, "May clients keep a state\nbetween rounds?"),
+    "two passes": Node(7.0, 1, "May clients keep a state\nbetween rounds?"),
+    "cheap": Node(1.6, 0, "FedAvg, FedAvgM,\nFedCM", True),
+    "memory": Node(3.9, 0, "FedLESAM-D, SCAFFOLD,\nFedDyn", True),
+    "sam": Node(6.0, 0, "FedSAM,\nMoFedSAM", True),
+    "sam memory": Node(8.0, 0, "FedSMOO, FedSpeed,\nFedGAMMA", True),
+}
+ALGORITHM_EDGES: Sequence[Edge] = (
+    ("personal", "own models", "yes"), ("personal", "passes", "no"), ("passes", "one pass", "no"),
+    ("passes", "two passes", "yes"), ("one pass", "cheap", "no"), ("one pass", "memory", "yes"),
+    ("two passes", "sam", "no"), ("two passes", "sam memory", "yes"),
+)  # fmt: skip
+
 Chain = Sequence[tuple[str, str, bool]]  # title, names, whether an algorithm chooses it
 
+ROOMS: Sequence[tuple[str, str]] = (  # each imports only what is to its right
+    ("lab", "commands, configs,\nreports"),
+    ("fed", "rounds, algorithms,\nexecutors"),
+    ("optim", "FusedSAM,\nvariants"),
+    ("step, batchnorm,\nops", "a step on rows"),
+    ("arena,\nbackends", "memory, choice\nof kernels"),
+    ("fastsam_kernels", "C++, CUDA, Triton,\nreference"),
+)
 STEP: Chain = (
     ("first gradient", "g1 at w", False),
     ("perturbation", "eps = rho d / |d|", True),
@@ -148,6 +174,23 @@ def draw_chain(chain: Chain, caption: str) -> Figure:
     return figure
 
 
+def draw_rooms() -> Figure:
+    """Return the rooms of the package in a row, with an arrow from each to the next one, which it imports."""
+    figure, axes = canvas((9.6, 1.1))
+    axes.set_xlim(-0.55, len(ROOMS) - 0.45)
+    axes.set_ylim(-0.5, 0.5)
+    boxes = [
+        draw_box(axes, Node(i, 0.0, f"{name}\n\n{content}", i == len(ROOMS) - 1))
+        for i, (name, content) in enumerate(ROOMS)
+    ]
+    figure.canvas.draw()
+    for i, (start, end) in enumerate(pairwise(boxes)):
+        patches = {"patchA": start.get_bbox_patch(), "patchB": end.get_bbox_patch()}
+        arrow = {"arrowstyle": "-|>", "color": GREY, "shrinkA": 1, "shrinkB": 1, **patches}
+        axes.annotate("", (i + 1, 0.0), (i, 0.0), arrowprops=arrow)
+    return figure
+
+
 def draw_sam_step() -> Figure:
     """Return a step of SAM on a quadratic loss, computed, with its arrows."""
     curvature, rho, lr = np.diag([1.0, 4.0]), 0.75, 0.2
@@ -191,9 +234,11 @@ def canvas(size: tuple[float, float]) -> tuple[Figure, Axes]:
 DIAGRAMS = {
     "sam_step.svg": draw_sam_step,
     "local_update.svg": lambda: draw_chain(STEP, "next batch"),
+    "rooms.svg": draw_rooms,
     "round.svg": lambda: draw_chain(ROUND, "next round"),
     "executors.svg": lambda: draw_tree(EXECUTORS, EXECUTOR_EDGES, (9.2, 3.7)),
     "memory_tree.svg": lambda: draw_tree(MEMORY, MEMORY_EDGES, (9.6, 3.6)),
+    "algorithms.svg": lambda: draw_tree(ALGORITHMS, ALGORITHM_EDGES, (9.2, 3.4)),
 }
 
 

@@ -43,8 +43,11 @@ def _parts(text: str) -> dict[str, str]:
 
 
 def quote_code(path: str, *names: str) -> str:
-    """Return the source of the functions `names` of a file, or all code of the file without `names`."""
-    text = (ROOT / path).read_text()
+    """Return the source of the functions `names` of a file, or all code of the file without `names`.
+
+    The formatter's marks are left out.
+    """
+    text = (ROOT / path).read_text().replace("  # fmt: skip", "")
     nodes = {getattr(node, "name", ""): node for node in ast.parse(text).body}
     if not names:
         return text.split('"""', 2)[2].strip()

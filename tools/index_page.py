@@ -1,8 +1,8 @@
 """Absolute links in README, for the page of a package index: `python tools/index_page.py OWNER/NAME REF`.
 
 The page of an index has no files next to it. Pictures and linked pages are read from the repository OWNER/NAME at REF,
-a commit or a tag. A badge shows the state of the checks. README is rewritten in place, in a checkout that is built and
-thrown away.
+a commit or a tag. The badge of the checks has a link that a code host resolves. README is rewritten in place, in a
+checkout that is built and thrown away.
 """
 
 from __future__ import annotations
@@ -12,7 +12,9 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-_LINK = re.compile(r"(!?)(\[[^\]]*\])\((?!https?:|#|mailto:)([^)\s]+)\)")
+HOST = "../../"  # from the page of a file to the page of the repository, on a code host
+_TARGET = re.compile(r"(?<=\]\()(?!https?:|#|mailto:)[^)\s]+(?=\))")
+_PICTURE = re.compile(r"!\[[^\]]*\]\($")
 
 
 def absolute(text: str, repository: str, ref: str) -> str:
@@ -25,12 +27,13 @@ def absolute(text: str, repository: str, ref: str) -> str:
     page = f"https://github.com/{repository}"
     picture = f"https://raw.githubusercontent.com/{repository}/{ref}"
 
-    def address(link: re.Match[str]) -> str:
-        return f"{link[1]}{link[2]}({f'{picture}/' if link[1] else f'{page}/blob/{ref}/'}{link[3]})"
+    def address(target: re.Match[str]) -> str:
+        if target[0].startswith(HOST):
+            return f"{page}/{target[0].removeprefix(HOST)}"
+        is_picture = _PICTURE.search(text, 0, target.start())
+        return f"{picture if is_picture else f'{page}/blob/{ref}'}/{target[0]}"
 
-    workflow = f"{page}/actions/workflows/checks.yml"
-    head, *rest = _LINK.sub(address, text).split("\n\n")
-    return "\n\n".join([head, f"[![checks]({workflow}/badge.svg)]({workflow})", *rest])
+    return _TARGET.sub(address, text)
 
 
 if __name__ == "__main__":

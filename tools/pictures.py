@@ -1,15 +1,16 @@
 """Draws the pictures of README and of the pages: `make pictures`.
 
-From the result files come `speed.svg`, `step.svg`, `rounds.svg`, `gpu.svg`, `variants-wrong.svg` and
-`variants-right.svg`; from docs/pictures/surfaces.json (tools/surfaces.py) `surfaces-sgd.svg` and `surfaces-sam.svg`.
-tools/speeds.py has the numbers of the bars, and tools/diagrams.py the diagrams. The files of variants and surfaces have
-a panel each, as wide as the page of a phone. A wide page has two of them in a row, a phone one below the other.
+Most show the result files: steps, federated rounds, a GPU, and SAM's variants. `surfaces-sgd.svg` and
+`surfaces-sam.svg` show docs/pictures/surfaces.json (tools/surfaces.py). tools/speeds.py has the numbers of the bars,
+and tools/diagrams.py the diagrams. A file has one panel, as wide as the page of a phone. A wide page has two files in a
+row, a phone one below the other.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from statistics import fmean
 
@@ -47,14 +48,14 @@ def draw_bars(axes: Axes, bars: Bars, title: str) -> None:
             ticks.append(height)
             labels.append(name)
             height += 1
-        height += 1.3
+        height += 1.5
     axes.set_yticks(ticks, labels)
     axes.tick_params(length=0)
-    axes.set_ylim(height - 1.7, -1.5)
-    axes.set_xlim(0, 1.14)
+    axes.set_ylim(height - 1.9, -1.5)
+    axes.set_xlim(0, 1.35)
     axes.set_xticks([])
     axes.spines["bottom"].set_visible(False)
-    axes.set_title(title, loc="left", fontsize=10)
+    axes.figure.suptitle(title, x=0.02, ha="left", fontsize=10)
 
 
 def variant_points() -> dict[str, dict[str, tuple[float, float]]]:
@@ -123,43 +124,46 @@ def draw_surface(axes: Axes, grid: list[list[float]], title: str, lowest: float,
 
 
 Panel = Callable[[Axes], None]
+TIME, ROUNDS = ("time: less is better", "rounds of FedAvg per second: more is better")
 
 
-def step_panel(axes: Axes) -> None:
-    """Draw the optimizer part of a step."""
-    draw_bars(axes, speeds.step_bars(), "Optimizer part of a SAM step, one thread:\nless time is better")
+def bar_panel(bars: Callable[[], Bars], title: str, unit: str) -> Panel:
+    """Return a panel of bars. The second line of its title says what they are, and which ones are better."""
+    return lambda axes: draw_bars(axes, bars(), f"{title},\n{unit}")
 
 
-def whole_panel(axes: Axes) -> None:
-    """Draw whole training steps."""
-    draw_bars(axes, speeds.whole_bars(), "Whole training step with SAM, one thread:\nless time is better")
+def step_panels() -> dict[str, Panel]:
+    """Return the panels of steps on a CPU by file."""
+    return {
+        "step.svg": bar_panel(speeds.step_bars, "Optimizer part of a SAM step, one thread", TIME),
+        "whole-step.svg": bar_panel(speeds.whole_bars, "Whole training step with SAM, one thread", TIME),
+    }
 
 
-def rounds_panel(axes: Axes) -> None:
-    """Draw the speed of federated rounds on one core."""
-    draw_bars(axes, speeds.round_bars(1), "Rounds of FedAvg per second on one core:\nmore is better")
+def round_panels() -> dict[str, Panel]:
+    """Return the panels of federated rounds on a CPU by file: the race, and the title."""
+    sizes_of_two = speeds.first_sizes(2)
+    races = {
+        "rounds-unequal.svg": (1, speeds.UNEQUAL, "Unequal clients, one core"),
+        "rounds-two-cores.svg": (2, sizes_of_two, f"{sizes_of_two.capitalize()}, two cores"),
+        "rounds-digits.svg": (1, speeds.DIGITS, "Digits with alpha 0.3, one core"),
+        "rounds-equal.svg": (1, speeds.EQUAL, "Equal clients, one core"),
+    }
+    return {
+        name: bar_panel(partial(speeds.round_bars, num_cores, sizes), title, ROUNDS)
+        for name, (num_cores, sizes, title) in races.items()
+    }
 
 
-def two_cores_panel(axes: Axes) -> None:
-    """Draw the speed of federated rounds on two cores."""
-    draw_bars(axes, speeds.round_bars(2), "Rounds of FedAvg per second on two cores:\nmore is better")
-
-
-def gpu_step_panel(axes: Axes) -> None:
-    """Draw the optimizer part of a step on a GPU."""
-    draw_bars(
-        axes, speeds.gpu_step_bars("eager"), f"Optimizer part of a SAM step, {speeds.gpu_name()}:\nless time is better"
-    )
-
-
-def gpu_captured_panel(axes: Axes) -> None:
-    """Draw the optimizer part of a captured step on a GPU."""
-    draw_bars(axes, speeds.gpu_step_bars("replayed"), "The same part, captured in a CUDA graph:\nless time is better")
-
-
-def gpu_rounds_panel(axes: Axes) -> None:
-    """Draw the speed of federated rounds on a GPU."""
-    draw_bars(axes, speeds.gpu_round_bars(), "Rounds of FedAvg per second, GPU:\nmore is better")
+def gpu_panels() -> dict[str, Panel]:
+    """Return the panels of a GPU by file."""
+    gpu = speeds.gpu_name()
+    eager, captured = (partial(speeds.gpu_step_bars, clock) for clock in ("eager", "replayed"))
+    return {
+        "gpu-step.svg": bar_panel(eager, f"{gpu}: optimizer part of a SAM step", TIME),
+        "gpu-captured.svg": bar_panel(captured, f"{gpu}: SAM step in a CUDA graph", TIME),
+        "gpu-rounds.svg": bar_panel(speeds.gpu_round_bars, gpu, ROUNDS),
+    }
 
 
 def variants_panels() -> dict[str, Panel]:
@@ -183,15 +187,12 @@ def surface_panels() -> dict[str, Panel]:
     }
 
 
-def write(path: Path, *panels: Panel, width: float = 5.2, height: float = 4.2, rows: int = 1) -> None:
-    """Draw the panels side by side in rows. The background is white, so that the picture is readable on dark pages
-    too."""
-    columns = len(panels) // rows
+def write(path: Path, panel: Panel, height: float = PHONE) -> None:
+    """Draw a panel. The background is white, so that the picture is readable on dark pages too."""
     with pyplot.rc_context(STYLE):
-        figure, axes = pyplot.subplots(rows, columns, figsize=(width * columns, height * rows), squeeze=False)
-        for panel, place in zip(panels, axes.flat, strict=True):
-            panel(place)
-        figure.tight_layout(w_pad=2, h_pad=2)
+        figure, axes = pyplot.subplots(figsize=(PHONE, height))
+        panel(axes)
+        figure.tight_layout()
         figure.savefig(path, metadata={"Date": None}, facecolor="white")
         pyplot.close(figure)
 
@@ -199,12 +200,10 @@ def write(path: Path, *panels: Panel, width: float = 5.2, height: float = 4.2, r
 def main(folder: Path = FOLDER) -> None:
     """Write every picture into `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
-    write(folder / "speed.svg", step_panel, whole_panel, rounds_panel, two_cores_panel, rows=2)
-    write(folder / "step.svg", step_panel)
-    write(folder / "rounds.svg", rounds_panel, two_cores_panel)
-    write(folder / "gpu.svg", gpu_step_panel, gpu_captured_panel, gpu_rounds_panel, width=4.4)
-    for name, panel in (variants_panels() | surface_panels()).items():
-        write(folder / name, panel, width=PHONE, height=4.2 if name.startswith("variants") else PHONE)
+    for name, panel in (step_panels() | round_panels() | gpu_panels() | variants_panels()).items():
+        write(folder / name, panel, height=4.4)
+    for name, panel in surface_panels().items():
+        write(folder / name, panel)
     diagrams.main(folder)
 
 

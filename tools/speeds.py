@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from bench.joint import SIZES, shown
+
 RESULTS = Path(__file__).parents[1] / "bench" / "results"
 COMPILED, PLAIN, LOOP = ("fastsam compiled", "fastsam plain", "a plain PyTorch loop")
 STEP_NAMES = {  # as the result file has it: as the picture shows it
@@ -27,19 +29,13 @@ GPU_STEP_NAMES = {
     "copied": "the copied SAM class",
 }
 GPU_SIZES = ("resnet18", "50k", "30m")
-ROUND_NAMES = {
-    "fedjax": "FedJAX",
-    "fedlab": "FedLab",
-    "pfl": "pfl",
-    "blazefl": "BlazeFL",
-    "flower": "Flower",
-    "bare loop": LOOP,
-}
+ROUND_NAMES = {name: shown(name) for name in ("fedjax", "fedlab", "pfl", "blazefl", "flower")} | {"bare loop": LOOP}
 ONE_CORE = ", one core"  # end of the name of a contender that has one core in the race of two
+UNEQUAL, DIGITS, EQUAL = SIZES
 EXECUTORS = {1: ("sequential", "vmap"), 2: ("auto",)}  # by number of cores; the fastest is shown
 GPU_ROUNDS = {  # title of a case: problem, and the place of its rows on the case's axis
-    "MLP, fedavg, by clients": ("MLP, 100 clients", 100),
-    "CNN, fedavg, by clients": ("CNN, 100 clients", 100),
+    "MLP, fedavg, by clients": ("MLP, 100 equal clients", 100),
+    "CNN, fedavg, by clients": ("CNN, 100 equal clients", 100),
     "ResNet-18-GN, one local epoch of five": ("ResNet-18, 10 clients", "fedavg"),
 }
 # Rows of decide-cuda.json, of the same machine, that are newer: cases, and the row of a problem.
@@ -64,18 +60,19 @@ def whole_bars() -> Bars:
     return {case["title"].removesuffix(", batch of 16"): _relative(case) for case in cases}
 
 
-def round_bars(num_cores: int) -> Bars:
+def round_bars(num_cores: int, sizes: str) -> Bars:
     """Return the rounds per second of FedAvg by model in a race, relative to a plain PyTorch loop.
 
     Rows with another number of cores are left out, except rows whose name says that they have one core.
 
     Args:
         num_cores: number of cores of the race.
+        sizes: sizes of the clients, as the title of a case has them.
     """
     result = {}
     for case in _cases("federated"):
-        model, _, algorithm = case["title"].rpartition(", ")
-        if case["part"] == f"speed-{num_cores}" and algorithm == "fedavg":
+        model, _, race = case["title"].partition(", ")
+        if case["part"] == f"speed-{num_cores}" and race == f"{sizes}, fedavg":
             rows = [row for row in case["rows"] if "speed" in row and row["cores"] == _cores_of(row["name"], num_cores)]
             speeds = {row["name"]: row["speed"]["median"] for row in rows}
             result[model] = _our_speeds(speeds, EXECUTORS[num_cores]) | {
@@ -85,6 +82,11 @@ def round_bars(num_cores: int) -> Bars:
                 if f"{name}{end}" in speeds
             }
     return result
+
+
+def first_sizes(num_cores: int) -> str:
+    """Return the sizes of clients that a chart of this race shows: unequal ones, if they were measured."""
+    return next(sizes for sizes in SIZES if round_bars(num_cores, sizes))
 
 
 def _cores_of(name: str, num_cores: int) -> int:

@@ -2,8 +2,9 @@
 JSON.
 
 It gets ready and trains one chunk of rounds whose time does not count. For each line on standard input it trains a
-chunk and answers with the seconds of a round. A line after the last chunk asks for the loss over all data and the peak
-memory: they take a core, on which other contenders may still train their last chunk. Several processes of a launcher (torchrun) begin every chunk together; rank 0 reads and answers.
+chunk and answers with the seconds of a round. For the line after the last chunk it computes the loss over all data and
+reports it with the peak memory: earlier it would take the core of contenders that still train. Several processes of a
+launcher (torchrun) begin every chunk together; rank 0 reads and answers.
 """
 
 import importlib

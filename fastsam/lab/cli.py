@@ -12,7 +12,9 @@ import os
 import platform
 import re
 import shlex
+import shutil
 import sys
+import textwrap
 import traceback
 import warnings
 from collections.abc import Mapping, Sequence
@@ -129,7 +131,7 @@ def info(arguments: argparse.Namespace, flags: Sequence[str]) -> int:
     versions = {DISTRIBUTION: _version(DISTRIBUTION), "python": python} | {p: _version(p) for p in ("torch", "numpy")}
     versions |= {package: installed_version(package) or f"{NO_VERSION} ({use})" for package, use in OPTIONAL.items()}
     if not arguments.json:
-        print(*(f"{name:<13} {text}" for name, text in versions.items()), sep="\n")
+        print(*(_wrapped(f"{name:<13} {text}", 14) for name, text in versions.items()), sep="\n")
     import torch
 
     from fastsam import backends
@@ -145,14 +147,22 @@ def info(arguments: argparse.Namespace, flags: Sequence[str]) -> int:
         facts = {"versions": versions, "cuda": cuda, "backends": rows, "auto": backends.backend(), "advice": steps}
         print(json.dumps(facts, indent=1))
         return 0
-    print(f"{'cuda':<12} {cuda or 'no device'}\n")
+    print(f"{'cuda':<13} {cuda or 'no device'}\n")
     print(f"{'backend':<11}{'device':<8}{'available':<11}why not")
     for row in rows:
         answer = "yes" if row["available"] else "no"
-        print(f"{row['name']:<11}{row['device']:<8}{answer:<11}{row['reason'] or ''}".rstrip())
+        print(_wrapped(f"{row['name']:<11}{row['device']:<8}{answer:<11}{row['reason'] or ''}".rstrip(), 30))
     print(f"\n`auto` on this machine: {backends.backend()}\n")
-    print(*steps, sep="\n")
+    print(*(_wrapped(step, 7) for step in steps), sep="\n")
     return 0
+
+
+def _wrapped(text: str, indent: int) -> str:
+    """Return a line in lines of the terminal, broken between words. A file or a pipe gets it as it is."""
+    if not sys.stdout.isatty():
+        return text
+    width = shutil.get_terminal_size().columns
+    return textwrap.fill(text, width, subsequent_indent=" " * indent, break_long_words=False, break_on_hyphens=False)
 
 
 def run(arguments: argparse.Namespace, flags: Sequence[str]) -> int:
@@ -161,6 +171,7 @@ def run(arguments: argparse.Namespace, flags: Sequence[str]) -> int:
     from fastsam.lab import compare, experiment, run_config
     from fastsam.lab import config as configs
     from fastsam.lab.report import files, tables
+    from fastsam.lab.report.finished import title_of
 
     source = configs.read(arguments.config, flags)
     _show_imports(source, arguments)
@@ -183,7 +194,7 @@ def run(arguments: argparse.Namespace, flags: Sequence[str]) -> int:
         finished_run = compare.train(run_setup, directory, arguments.resume, console, algorithm, resume_command)
     if not ranks.first:
         return 0
-    title = f"{algorithm} on {run_setup.data.name}"
+    title = title_of([finished_run], run_setup.data.name)
     figures = files.draw_plots([finished_run], {"": run_setup.data.class_counts()}, directory, title)
     tables.short_table([finished_run], f"{title}, {len(run_setup.data)} clients", console.width).show(console)
     _say(console, {figure.path.stem: figure.path for figure in figures} | {"run directory": directory})
@@ -225,13 +236,14 @@ def compare(arguments: argparse.Namespace, flags: Sequence[str]) -> int:
     points = arguments.surface
     grids = {} if points is None else compare.surfaces(plan, data, finished_runs, points, directory)
     counts = {name: data_set.class_counts() for name, data_set in data_sets.items()}
-    files.write_comparison(finished_runs, directory, title, facts, repeat_command, counts, grids)
+    figures = files.write_comparison(finished_runs, directory, title, facts, repeat_command, counts, grids)
     clients = " or ".join(dict.fromkeys(str(len(data_set)) for data_set in data_sets.values()))
     tables.short_table(finished_runs, f"{title}, {clients} clients", console.width).show(console)
     for sentence in tables.sentences(finished_runs):
         console.print(sentence, soft_wrap=not console.is_terminal)  # only a terminal is not searched line by line
     console.print()
     paths = {name: directory / file for name, file in files.COMPARISON_FILES.items()}
+    paths |= {figure.path.stem: figure.path for figure in figures}
     _say(console, paths | {"run directory": directory})
     return 1 if errors else 0
 
@@ -248,8 +260,9 @@ def reproduce(arguments: argparse.Namespace, flags: Sequence[str]) -> int:
     stem = arguments.table if arguments.scale is None else f"{arguments.table}-{arguments.scale}"
     directory = arguments.run_dir or numbered_directory(stem, arguments.resume)
     seeds = _split(arguments.seeds)
-    code = command.reproduce(arguments.table, arguments.scale, seeds, flags, directory, arguments.resume, console)
-    _say(console, {name: directory / file for name, file in command.FILES.items()} | {"run directory": directory})
+    request = (arguments.table, arguments.scale, seeds, flags)
+    code, paths = command.reproduce(*request, directory, arguments.resume, console)
+    _say(console, paths | {"run directory": directory})
     return code
 
 
@@ -258,8 +271,12 @@ def list_tables(arguments: argparse.Namespace, flags: Sequence[str]) -> int:
     if flags or any((arguments.table, arguments.scale, arguments.seeds, arguments.run_dir, arguments.resume)):
         raise ValueError("--list shows all tables and figures and takes nothing else; leave the other words out")
     listing = resources.files("fastsam.lab") / "reproduce" / "tables" / "listing.json"
-    for name, title, needs, runs in json.loads(listing.read_text()):
-        _say(_console(), {name: f" {title}\n{'':<18}data: {needs}; runs: {runs} with --scale"})
+    rows = json.loads(listing.read_text())
+    indent = "\n" + " " * (max(len(name) for name, *_ in rows) + 2)
+    _say(
+        _console(),
+        {name: f"{title}{indent}data: {needs}; runs: {runs} with --scale" for name, title, needs, runs in rows},
+    )
     return 0
 
 
@@ -329,5 +346,6 @@ def _console(quiet: bool = False) -> Console:
 
 def _say(console: Console, facts: Mapping[str, object]) -> None:
     """Print lines to read or to copy, without wrapping and colours."""
+    width = max(13, *map(len, facts)) + 2
     for name, value in facts.items():
-        console.print(f"{name + ':':<15}{value}", soft_wrap=True)
+        console.print(f"{name + ':':<{width}}{value}", soft_wrap=True)

@@ -24,7 +24,7 @@ from fastsam.lab import experiment
 from fastsam.lab.config import ConfigError, ConfigSource, resolve
 from fastsam.lab.experiment import Experiment
 from fastsam.lab.plots.curves import value_text
-from fastsam.lab.report.finished import FinishedRun, by_label, panel_name
+from fastsam.lab.report.finished import FinishedRun, by_label, panel_name, spelled
 from fastsam.lab.report.surface import loss_surface
 from fastsam.lab.run_config import DATA_KEYS, RunConfig, short_name
 from fastsam.lab.sweep import Axis, check_directories, check_taken, combinations, parse_axis, with_values
@@ -265,7 +265,7 @@ def facts(plan: Plan, data: Data) -> dict[str, Any]:
         **_merge_facts(data_facts),
         **{key: getattr(config, key) for key in keys if key not in swept_keys},
         **{f"swept {axis.name}": ", ".join(axis.values) for axis in plan.sweep},
-        **{name: _settings(first_configs[short_name(name)], swept_keys) for name in plan.algorithms},
+        **{spelled(name): _settings(first_configs[short_name(name)], swept_keys) for name in plan.algorithms},
     }
 
 

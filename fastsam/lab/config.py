@@ -75,7 +75,8 @@ def read(path: str | Path, flags: Sequence[str] = ()) -> ConfigSource:
         content = read_json(path) if is_json else tomllib.loads(read_bytes(path).decode())
     except FileNotFoundError:
         _check_flag_keys(flags)  # the value of a mistyped flag is taken for the config
-        raise FileNotFoundError(f"no config file {path} (looked in {Path.cwd()})") from None
+        hint = "`fastsam demo --copy DIR` writes examples"
+        raise FileNotFoundError(f"no config file {path} (looked in {Path.cwd()}); {hint}") from None
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path} cannot be read as {'JSON' if is_json else 'TOML'}: {error}") from error
     if not isinstance(content, dict):

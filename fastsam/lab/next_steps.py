@@ -8,12 +8,12 @@ import shutil
 BUILD = "python -m fastsam_kernels.build"
 START = (
     "begin: opt = fastsam.FusedSAM(model.parameters(), torch.optim.SGD, rho=0.05, lr=0.1) in a loop of your own, or "
-    "`fastsam reproduce --list` for\n       federated runs on data that come along"
+    "`fastsam demo` for federated runs on data that come along; `fastsam reproduce --list` has more"
 )
 
 
 def steps(reasons: dict[tuple[str, str], str], *, torch_cuda: str | None, gpu: bool) -> list[str]:
-    """Return one or two lines (a line may be a paragraph): the most useful thing to install, if any, and how to begin.
+    """Return one or two paragraphs: the most useful thing to install, if any, and how to begin.
 
     Args:
         reasons: reasons why backends cannot be used, by (name, device).

@@ -28,19 +28,10 @@ from fastsam.optim.base_optimizer import make_base, options_of_base
 from fastsam.optim.grad_checks import AccumulationCheck, ClipCheck, SecondPassCheck
 from fastsam.optim.hparams import LossScales, check_flag, check_group
 from fastsam.optim.one_pass import make_engine
-from fastsam.optim.param_groups import add_param_group, check_parameters, describe, share_groups
 from fastsam.optim.param_tracking import WeightState
 from fastsam.optim.parameters import parameters_of
 from fastsam.optim.running_stats import Model, RunningStatsFreezer
-from fastsam.optim.state_dict import (
-    called_by_checkpoint,
-    load_pickle,
-    load_state_dict,
-    make_initial_state,
-    make_pickle,
-    make_state_dict,
-)
-from fastsam.optim.step_phase import StepPhaseMixin
+from fastsam.optim.state_dict import StateDictMixin, called_by_checkpoint
 from fastsam.optim.variants.sam import SAM, variant_of
 
 NOT_IN_CLOSURE = "the closure made a part of the step itself; leave first_step() and all that follows to step(closure)"
@@ -48,7 +39,7 @@ NO_SCALES = LossScales()
 INITIAL = "_init_optim_state"  # function of torch.distributed.checkpoint that calls `step` to have the state made
 
 
-class FusedSAM(StepPhaseMixin, Optimizer):
+class FusedSAM(StateDictMixin):
     """Sharpness-Aware Minimization (SAM) around a base optimizer, with fused kernels.
 
         w~ = w + rho * d / (||d / T|| + 1e-12),   d = T^2 * g(w),   T = |w| + eta if adaptive, else 1
@@ -154,8 +145,8 @@ class FusedSAM(StepPhaseMixin, Optimizer):
         self._accumulation_check, self._clip_check = AccumulationCheck(), ClipCheck()
         self._second_pass_check = SecondPassCheck()
         self._running_stats = RunningStatsFreezer(model)
-        share_groups(self)
-        check_parameters(self)
+        self._share_groups()
+        self._check_parameters()
         self._follow_modules()
 
     # --- a step ---
@@ -175,7 +166,7 @@ class FusedSAM(StepPhaseMixin, Optimizer):
             raise TypeError(f"closure must be a function that computes the loss and calls backward(), got {closure!r}")
         # A compiled step that read the state would be compiled again for each new gradient.
         if closure is None and not torch.compiler.is_compiling() and not self.state and called_by_checkpoint(INITIAL):
-            return make_initial_state(self)
+            return self._make_initial_state()
         if not self._is_observed():
             return self._step(closure)
         self._require_turn(closure)
@@ -194,7 +185,7 @@ class FusedSAM(StepPhaseMixin, Optimizer):
         engine = self._engine
         if closure is not None or engine.one_pass or engine.weight_state is not WeightState.PERTURBED:
             self._require_turn(closure)
-        share_groups(self)
+        self._share_groups()
         graph = torch.is_grad_enabled()
         try:
             if closure is not None and not self._finishes():
@@ -260,7 +251,7 @@ class FusedSAM(StepPhaseMixin, Optimizer):
             self._require_halves("first_step()")
             remedy = "go on with second_step(), or go back with restore()"
             self._require(WeightState.ORIGINAL, "first_step() was called already", remedy)
-        share_groups(self)
+        self._share_groups()
         engine.in_closure = engine.is_finishing = False  # which an interrupt may have left
         self._accumulation_check.reset()
         self._scaler_tracker.check_not_unscaled(self)
@@ -348,7 +339,7 @@ class FusedSAM(StepPhaseMixin, Optimizer):
         """
         self._require_halves("restore()")
         self._require(WeightState.PERTURBED, "restore() has nothing to restore", "it undoes a first_step()")
-        share_groups(self)
+        self._share_groups()
         self._recover()
 
     @contextmanager
@@ -381,49 +372,3 @@ class FusedSAM(StepPhaseMixin, Optimizer):
             self._engine.abort_step()
         finally:
             self._running_stats.thaw()
-
-    # --- states ---
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state in torch's format, which can be loaded into the base optimizer's class too; copies, which
-        later steps do not change.
-
-        Possible at any time: between the two passes, and between the steps of a variant of one pass, it holds the
-        unperturbed weights, so that training can go on from there. The model's state has the weights of the same
-        moment; call `eval()` before saving both, and the model's are the clean ones.
-        """
-        return make_state_dict(self)
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over a state dict of `FusedSAM` or of the base optimizer's class.
-
-        A state dict that was saved between the two passes leaves the optimizer between them. Then load the model's
-        weights of the same moment too, and go on with the second pass, or with `restore()`. The state dict of a SAM
-        class that leaves its base optimizer's state out is taken for its options, with a warning.
-
-        Raises ValueError if the state belongs to a different model or optimizer, TypeError if it is not a dict, and
-        RuntimeError while the weights are perturbed. The optimizer is unchanged then.
-        """
-        load_state_dict(self, state_dict)
-
-    def __getstate__(self) -> dict[str, Any]:
-        return make_pickle(self)
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        load_pickle(self, state)
-
-    # --- what surrounds a step ---
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a parameter group, as for any torch optimizer; the state of the other parameters stays. Raises as the
-        constructor does, and then adds nothing."""
-        if isinstance(param_group, dict) and not isinstance(param_group.get("params"), (Tensor, set, type(None))):
-            param_group["params"] = list(param_group["params"])
-            parameters.check_no_duplicates(param_group["params"])
-        if "_engine" in self.__dict__:
-            add_param_group(self, param_group)
-        else:
-            super().add_param_group(param_group)
-
-    def __repr__(self) -> str:
-        return super().__repr__().replace(" (", f" ({describe(self)}\n", 1)

@@ -190,7 +190,8 @@ class FusedUpdate:
         backup = self.bucket.backup
         state, steps = self._operands(part.spec)
         in_place = backup.target is not Target.RESTORED
-        calls = direct.update(self.rule.name, state, steps, grads, part.first, backup.is_master, in_place)
+        options = {"steps": steps, "init_state": part.first, "write_master": backup.is_master}
+        calls = direct.update(self.rule.name, state, grads, in_place, **options)
         if direct.REPEATS:  # other calls hold the gradients, which must not outlive the step
             part.calls, part.direct = calls, direct
         return calls

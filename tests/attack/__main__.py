@@ -26,6 +26,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--minutes", type=float, default=10.0, help="for all attacks, dealt out by their shares [10]")
     parser.add_argument("--seed", type=int, default=0, help="which trials: those of another seed are others [0]")
     parser.add_argument("--only", metavar="NAME,NAME", help=f"of {', '.join(attack.name for attack in ATTACKS)}")
+    parser.add_argument("--trials", type=int, help="of each attack, in place of minutes")
     parser.add_argument("--number", type=int, help="one trial alone, as a failure names it; with --only")
     parser.add_argument("--examples", type=Path, metavar="DIR", help="folder of failing values: they are tried first")
     parser.add_argument("--out", type=Path, metavar="FILE", help="what came of it, as JSON")
@@ -61,6 +62,8 @@ def main() -> int:
     for attack in attacks:
         if options.number is not None:
             count = attack.repeat(options.number)
+        elif options.trials is not None:
+            count = attack.first(options.seed, options.trials)
         else:
             count = attack(options.seed, time.monotonic() + seconds * attack.share, options.examples)
         records.append(record(attack, count))

@@ -52,7 +52,8 @@ def check_resume(trial: Trial, directory: Path, rounds: int, **options: Any) -> 
 def kill_at_operation(trial: Trial) -> int:
     """kill -9 before one of the operations on its files, each in turn; in half of the trials before one of the resumed
     run too."""
-    directory, count = trial.folder / "run", trial.number % trial.common.operations
+    directory = trial.folder / "run"
+    count = trial.number * 7919 % trial.common.operations  # a prime: neighbours in time are far from each other
     assert finish(wait_for_fork(partial(die_at_operation, directory, count))) == EXIT_DIED
     if trial.rng.random() < 0.5:
         code = finish(wait_for_fork(partial(die_at_operation, directory, trial.rng.randrange(trial.common.operations))))

@@ -87,6 +87,11 @@ class Attack:
         goes_on = lambda count: time.monotonic() < deadline and not (self.values and count.failures)  # noqa: E731
         return self._trials(seed * STRIDE, goes_on, folder)
 
+    def first(self, seed: int, trials: int) -> Count:
+        """Make the first trials of a seed."""
+        numbers = iter(range(trials - 1))
+        return self._trials(seed * STRIDE, lambda count: next(numbers, None) is not None, None)
+
     def repeat(self, number: int) -> Count:
         """Make one trial."""
         return self._trials(number, lambda count: False, None)

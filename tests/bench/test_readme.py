@@ -9,7 +9,7 @@ from bench import readme, report
 from bench import record as records
 from tests.helpers.pages import text_of, without_fences
 
-pytestmark = pytest.mark.of_each_kind
+pytestmark = [pytest.mark.of_each_kind, pytest.mark.pages]
 
 UNIT = (
     r"(?:ms|µs|s|seconds|minutes|GB/s|TB/s|MiB|GiB|times|x|rounds|processors|% of|of the (?:time|memory|floor|speed))\b"

@@ -85,8 +85,8 @@ def test_publishing_stores_the_file_and_writes_its_pages(
     assert report.main([str(tmp_path / "new.json"), "--publish"]) == 0
     page = (tmp_path / "docs" / "a.md").read_text()
     for text in (
-        "Rounds per second on one core; the bare loop is 1:", "| | MLP, fedavg |", "| fastsam, vmap | 3.21 |",
-        "- by clients: fastsam, vmap 3.21", "| fedcm | 1.03 |", "- a case: loop 3.4%", "| graph, 4 | 12.3 |",
+        "Rounds per second on one core; the bare loop is 1:", "| | MLP, FedAvg |", "| fastsam, vmap | 3.21 |",
+        "- by clients: fastsam, vmap 3.21", "| FedCM | 1.03 |", "- a case: loop 3.4%", "| graph, 4 | 12.3 |",
         "| graph | 93% |", "Made by `python -m bench made-up` on 2031-02-03, commit `0123456789ab+changes`; a GPU;",
     ):  # fmt: skip
         assert text in page, text

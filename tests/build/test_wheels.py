@@ -22,8 +22,8 @@ def test_the_workflow_builds_for_what_the_metadata_promise() -> None:
     assert f'torch: "{oldest}.0" }}' in WORKFLOW
     targets = re.findall(r"run: make (\S+)", WORKFLOW)
     assert targets == ["wheels"] and re.search(r"^wheels:", (ROOT / "Makefile").read_text(), re.M)
-    match = re.search(r"pytest .* (tests/\S+) (tests/\S+)$", WORKFLOW, re.M)
-    assert match and all(list((ROOT / folder).glob("test_*.py")) for folder in match.groups())
+    folders = re.findall(r" (tests/\w+)", "\n".join(re.findall(r"-m pytest .*", WORKFLOW)))
+    assert len(folders) == 3 and all(list((ROOT / folder).glob("test_*.py")) for folder in folders)
     image, tag = re.search(r"pypa/(manylinux\w+)", WORKFLOW), re.search(r"PLAT=(\S+)", WORKFLOW)
     assert image and tag and image[1] == tag[1]
     assert "-abi3-manylinux_" in WORKFLOW and "-py3-none-any.whl" in WORKFLOW  # both are tested
@@ -50,6 +50,21 @@ def test_actions_are_pinned_by_hash_and_have_no_rights_by_default() -> None:
     assert "run: .ci/run" in (FOLDER / "checks.yml").read_text() and "make docs" in (FOLDER / "docs.yml").read_text()
 
 
+def test_the_steps_name_targets_of_make_and_files_that_exist() -> None:
+    yaml = pytest.importorskip("yaml", reason="no PyYAML")
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.M))
+    scripts = [(ROOT / ".ci" / "run").read_text()]
+    for path in FOLDER.glob("*.yml"):
+        jobs = yaml.safe_load(path.read_text())["jobs"]
+        needs = [job.get("needs", []) for job in jobs.values()]
+        assert {name for names in needs for name in ([names] if isinstance(names, str) else names)} <= set(jobs)
+        scripts += [step["run"] for job in jobs.values() for step in job.get("steps", ()) if "run" in step]
+    named = re.findall(r"^make ([a-z-]+)", "\n".join(scripts), re.M)
+    assert {"test", "check", "docs", "wheels"} <= set(named) <= targets
+    files = re.findall(r"(?:^|[ /])(tools/[\w.]+|\.ci/\w+)", "\n".join(scripts), re.M)
+    assert len(files) >= 2 and all((ROOT / name).exists() for name in files)
+
+
 def test_the_version_is_the_same_everywhere() -> None:
     assert re.search(r"^version: (\S+)$", (ROOT / "CITATION.cff").read_text(), re.M)[1] == fastsam.__version__
     # The release workflow reads the version with sed, and without an import.
@@ -67,6 +82,8 @@ def test_the_page_of_the_package_index_has_absolute_links() -> None:
     ]
     assert len([match for match in files if match]) > 20 and all((ROOT / match[1]).exists() for match in files if match)
     assert "(https://raw.githubusercontent.com/owner/name/v1.2.3/docs/pictures/logo.svg)" in text
-    assert text.count("actions/workflows/checks.yml/badge.svg") == 1
+    assert "[![checks](https://github.com/owner/name/actions/workflows/checks.yml/badge.svg)]" in text
+    badges = re.findall(r"actions/workflows/([\w.]+)", text)
+    assert badges and all((FOLDER / name).exists() for name in badges)
     with pytest.raises(ValueError, match="OWNER/NAME"):
         absolute("", "name", "v1")

@@ -73,7 +73,7 @@ def test_a_step_has_the_ops_bits(
             state, steps = o.state[: len(definition.state)], o.steps if definition.counter else None
             if uses_direct:
                 calls.norm_perturb_(o.g1, o.sumsq, adaptive, save)
-                for call in calls.update(rule, state, steps, o.g2, False, master):
+                for call in calls.update(rule, state, o.g2, steps=steps, write_master=master):
                     assert not call()
                 continue
             masters = o.layout.views(o.backup[0])
@@ -112,7 +112,7 @@ def test_weights_that_are_perturbed_apart_and_updated_in_place(
             tensor.fill_(torch.nan)
         for kernel_calls, operands, in_place in ((calls, o, True), (plain, twin, False)):
             state, steps = operands.state[: len(definition.state)], operands.steps if definition.counter else None
-            for call in kernel_calls.update(rule, state, steps, operands.g2, False, False, in_place):
+            for call in kernel_calls.update(rule, state, operands.g2, in_place, steps=steps):
                 assert not call()
         assert all(map(same_bits, [*o.params, *o.state, o.steps], [*twin.params, *twin.state, twin.steps]))
     assert_sound(direct_cuda)
@@ -131,7 +131,7 @@ def test_a_step_is_three_launches_and_no_op_of_torch(direct_cuda: Emulation) -> 
     calls, old_count = (CudaDirectCalls(o.params, o.backup, o.layout.table, hparams()), direct_cuda.count("launches"))
     with OpCounter():
         calls.norm_perturb_(o.g1, o.sumsq, False)
-        for call in calls.update("sgd", o.state[:1], None, o.g2, False, False):
+        for call in calls.update("sgd", o.state[:1], o.g2):
             call()
     assert (direct_cuda.count("launches") - old_count, OpCounter.count) == (3, 0)
 
@@ -236,7 +236,7 @@ def test_every_call_uses_the_current_stream(direct_cuda: Emulation, monkeypatch:
         monkeypatch.setattr(calls, "_stream", lambda stream=stream: stream)
         calls.norm_perturb_(o.g1, o.sumsq, False)
         assert direct_cuda.count("last_stream") == stream
-        for call in calls.update("adam", o.state[:2], o.steps, o.g2, False, False, in_place):
+        for call in calls.update("adam", o.state[:2], o.g2, in_place, steps=o.steps):
             assert not call()
         assert direct_cuda.count("last_stream") == stream
         monkeypatch.setattr(calls, "_stream", lambda: 0x7890)

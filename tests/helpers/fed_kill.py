@@ -1,23 +1,12 @@
-"""Federated runs in forked processes that are killed, for tests/fed/rundir/test_checkpoint.py and
-tests/attack/kills.py.
-
-`python -m tests.helpers.fed_kill random DIRECTORY KILLS SEED` kills (SIGKILL) after random times, resumed to the end.
-`... every DIRECTORY EACH` ends at each EACH-th operation on a file in turn, and is resumed once. `... interrupt
-DIRECTORY` sends SIGINT in a round, and resumes. The output is JSON: the hashes of an undisturbed run and of the
-disturbed runs.
-"""
+"""Federated runs in forked processes that are killed, for tests/attack."""
 
 import hashlib
 import json
 import os
-import random
-import shutil
-import signal
 import sys
 import time
 import traceback
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -76,24 +65,6 @@ def finish(pid: int) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
-def kill_at_random(directory: Path, kills: int, seed: int) -> list[str]:
-    rng, digests = random.Random(seed), list[str]()
-    start = time.perf_counter()
-    assert finish(wait_for_fork(lambda: train(directory / "timing"))) == 0
-    duration = time.perf_counter() - start
-    while kills:
-        pid = wait_for_fork(lambda: train(directory / "killed"))
-        time.sleep(rng.uniform(0, duration))
-        os.kill(pid, signal.SIGKILL)
-        if finish(pid) == 0:  # it was faster: its end counts, and the next kill starts a new run
-            digests.append(digest(directory / "killed"))
-            shutil.rmtree(directory / "killed")
-        else:
-            kills -= 1
-    assert finish(wait_for_fork(lambda: train(directory / "killed"))) == 0
-    return [*digests, digest(directory / "killed")]
-
-
 def die_at_operation(directory: Path, count: int) -> int:
     """End just before the `count`-th operation on a file of the run directory.
 
@@ -113,42 +84,3 @@ def die_at_operation(directory: Path, count: int) -> int:
     sys.addaudithook(hook)
     train(directory, rounds=3)
     return operations[0]
-
-
-def kill_at_every_operation(directory: Path, every_nth: int) -> list[str]:
-    digests: list[str] = []
-    for count in range(0, 10_000, every_nth):
-        target = directory / f"dies-{count}"
-        code = finish(wait_for_fork(partial(die_at_operation, target, count)))
-        if code != EXIT_DIED:
-            assert code == 0
-            return digests
-        assert finish(wait_for_fork(partial(train, target, rounds=3))) == 0
-        digests.append(digest(target))
-        shutil.rmtree(target)
-    raise AssertionError("the run did not end")
-
-
-def interrupt(directory: Path) -> list[str]:
-    pid = wait_for_fork(lambda: train(directory / "interrupted", delay=0.1))
-    metrics = directory / "interrupted" / "metrics.jsonl"
-    while not metrics.exists() or len(metrics.read_text().splitlines()) < 3:
-        time.sleep(0.01)
-    os.kill(pid, signal.SIGINT)
-    assert finish(pid) == 130
-    completed_rounds = json.loads((directory / "interrupted" / "checkpoint" / "manifest.json").read_text())["round"]
-    assert completed_rounds == len(metrics.read_text().splitlines()) >= 3, "not every completed round was kept"
-    assert finish(wait_for_fork(lambda: train(directory / "interrupted"))) == 0
-    return [digest(directory / "interrupted")]
-
-
-if __name__ == "__main__":
-    torch.set_num_threads(1)  # before any fork: a child must not wait for threads that only its parent has
-    mode, place = sys.argv[1], Path(sys.argv[2])
-    train(place / "whole", rounds=3 if mode == "every" else 9)
-    modes = {
-        "random": lambda: kill_at_random(place, int(sys.argv[3]), int(sys.argv[4])),
-        "every": lambda: kill_at_every_operation(place, int(sys.argv[3])),
-        "interrupt": lambda: interrupt(place),
-    }
-    print(json.dumps({"whole": digest(place / "whole"), "resumed": modes[mode]()}))

@@ -28,11 +28,12 @@ class Tracer:
         self.stop_line, self.folders, self.lines, self.where = stop_line, folders, 0, ""
 
     def __enter__(self) -> Tracer:
+        self._outer = sys.gettrace()  # such as that of coverage
         sys.settrace(self._call)
         return self
 
     def __exit__(self, *_: object) -> None:
-        sys.settrace(None)
+        sys.settrace(self._outer)
 
     def _call(self, frame: FrameType, event: str, arg: object) -> Any:
         return self._line if frame.f_code.co_filename.startswith(self.folders) else None

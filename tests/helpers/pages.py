@@ -110,9 +110,10 @@ def commands(page: str) -> list[str]:
     Comments, prompts, and the commands that made a figure (they belong to their commits) are left out.
     """
     shell = [block.code for block in blocks(page) if block.language in ("", "bash", "console", "sh")]
-    lines = "".join(shell).splitlines()
+    texts = ["".join(shell), "\n".join(indented_blocks(page))]
+    lines = [line for text in texts for line in re.sub(r" *\\\n *", " ", text).splitlines()]
     spans = re.findall(r"`([^`\n]+)`", re.sub(r"^Made by `.*", "", without_fences(page), flags=re.M))
-    texts = [text.strip().removeprefix("$ ") for text in (*lines, *indented_blocks(page), *spans)]
+    texts = [text.strip().removeprefix("$ ") for text in (*lines, *spans)]
     return list(dict.fromkeys(text for text in texts if _is_command(text)))
 
 
@@ -130,9 +131,13 @@ def _is_command(text: str) -> bool:
 
 
 def links(page: str) -> list[str]:
-    """Return the targets of links and pictures that lead to a file or a heading of the checkout."""
+    """Return the targets of links and pictures that lead to a file or a heading of the checkout.
+
+    Pages that a code host makes, such as the badge of a workflow, are left out.
+    """
     prose = re.sub(r"`[^`\n]*`", "", without_fences(page))
-    return [target for target in re.findall(r"\]\(([^)\s]+)\)", prose) if not re.match(r"[a-z]+:", target)]
+    other = re.compile(r"[a-z]+:|\.\./\.\./actions/")
+    return [target for target in re.findall(r"\]\(([^)\s]+)\)", prose) if not other.match(target)]
 
 
 def anchors(page: str) -> set[str]:

@@ -83,7 +83,7 @@ def prepared_launches(log: Log) -> dict[str, Any]:
     prepared, ops = [], []
     for grads in (step.g1, shifted, step.g1):
         calls.norm_perturb_(grads, step.sumsq, False)
-        for call in calls.update("sgd", [step.momentum], None, grads, False, False):
+        for call in calls.update("sgd", [step.momentum], grads):
             call()
         prepared += log.take()
         kernels.norm_(step.sumsq, grads, [], step.table, step.hparams)

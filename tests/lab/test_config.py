@@ -300,18 +300,6 @@ def test_unknown_data_and_loss(tmp_path: Path) -> None:
         experiment.keywords(resolve(tmp_path, "loss = 'cross_entropie'"))
 
 
-@pytest.mark.parametrize(
-    "line",
-    [
-        "participation = 0.0", "participation = 1.5", "lr = -1.0", "lr = nan", "rounds = 0", "target = 80.0",
-        "sampler = 'all'",
-    ],
-)  # fmt: skip
-def test_numbers_of_a_run_are_checked_before_it_starts(tmp_path: Path, line: str) -> None:
-    with pytest.raises(ValueError, match=line.split()[0]):
-        experiment.keywords(resolve(tmp_path, line))
-
-
 def test_a_users_loss_and_sampler(tmp_path: Path) -> None:
     (tmp_path / "parts.py").write_text("def everybody(round, generator): return range(3)\ndef loss(a, b): return 1")
     text = f"sampler = '{tmp_path}/parts.py:everybody'\nloss = '{tmp_path}/parts.py:loss'"
@@ -361,11 +349,3 @@ def test_the_config_of_the_documentation_is_one(tmp_path: Path) -> None:
     (block,) = re.findall(r"```toml\n(.*?)```", DOCS.read_text(), re.S)
     plan = compare.plan(read_config(tmp_path, block), ["fedavg", "fedsam", "mofedsam"])
     assert plan.configs[2].lr != plan.configs[1].lr == plan.configs[0].lr
-
-
-def test_the_python_of_the_documentation_runs() -> None:
-    block = re.findall(r"```python\n(.*?)```", DOCS.read_text(), re.S)[0]
-    assert "rounds=50" in block
-    names: dict = {}
-    exec(block.replace("rounds=50", "rounds=1"), names)
-    assert len(names["result"].history) == 1

@@ -66,7 +66,7 @@ def test_the_commands_in_the_examples_work(tmp_path: Path, monkeypatch: MonkeyPa
     assert cli.main(["run", "examples/digits.toml", "--algorithm", algorithm, "--beta", "0.2", "--rounds", "1"]) == 0
     flags = ["--rounds", "1", "--clients", "5", "--fedavgm.beta", "0.3"]
     assert cli.main(["compare", "examples/digits.toml", "--algorithms", f"fedavg,{algorithm}", *flags]) == 0
-    assert re.search(r"^ *fedavgm +\d", capsys.readouterr().out, re.M)
+    assert re.search(r"^ *FedAvgM +\d", capsys.readouterr().out, re.M)
     assert (tmp_path / "runs" / "digits-compare-001" / "fedavgm-seed0" / "summary.json").exists()
 
 

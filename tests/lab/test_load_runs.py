@@ -52,8 +52,8 @@ def test_the_command_draws_what_was_recorded(
     assert cli.main(["plots", str(runs / "avg"), str(runs / "sam-seed0"), "--out", str(tmp_path / "both")]) == 0
     assert cli.main(["plots", str(runs)]) == 0
     labels = [{label: len(histories) for label, histories in panels[""].items()} for panels in panel_sets]
-    assert labels == [{"fedavg": 1}, {"avg": 1, "sam-seed0": 1}, {"avg": 1, "sam": 2}]
-    assert [record["round"] for record in panel_sets[0][""]["fedavg"][0]] == [1, 2]
+    assert labels == [{"FedAvg": 1}, {"avg": 1, "sam-seed0": 1}, {"avg": 1, "sam": 2}]
+    assert [record["round"] for record in panel_sets[0][""]["FedAvg"][0]] == [1, 2]
     assert (tmp_path / "both" / "curves.png").is_file()
 
 

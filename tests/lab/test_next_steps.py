@@ -1,5 +1,7 @@
 """The end of `fastsam info`: the one thing worth doing first on a machine, and where to begin."""
 
+import sys
+
 import pytest
 
 from fastsam.lab import cli, next_steps
@@ -54,3 +56,11 @@ def test_info_ends_with_it_and_what_it_names_works(capsys: pytest.CaptureFixture
     assert cli.main(["info"]) == 0
     assert capsys.readouterr().out.rstrip().endswith(next_steps.START)
     assert "`fastsam reproduce --list`" in next_steps.START and cli.main(["reproduce", "--list"]) == 0
+
+
+def test_a_terminal_gets_info_in_lines_that_fit(capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    monkeypatch.setenv("COLUMNS", "60")
+    assert cli.main(["info"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 60 and next_steps.START in " ".join(line.strip() for line in lines)

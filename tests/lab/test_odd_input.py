@@ -50,6 +50,7 @@ def cwd(tmp_path: Path, monkeypatch: MonkeyPatch) -> Path:
         ("run small.toml --algorithm FedLESAM_D", "unknown algorithm 'FedLESAM_D' .did you mean 'fedlesam-d'"),
         ("run small.toml --algorithm FedSAM", "did you mean 'fedsam'"),
         ("run small.toml --learning-rate 0.1", "unknown key 'learning_rate' .did you mean 'lr'"),
+        ("run small.toml --clients_per_round 5", "unknown key 'clients_per_round' .did you mean 'cohort'"),
         ("run small.toml --algorithm=", "unknown algorithm ''"),
         ("run small.toml --name a/b", "name is a part of a directory's name.*without '/', got 'a/b'"),
         ("run small.toml --name ../../b", "without '/'"),

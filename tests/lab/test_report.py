@@ -78,9 +78,9 @@ def test_a_printed_table_breaks_no_word_and_has_the_best_label_in_bold(width: in
     tables.short_table(runs, title, width).show(console)
     printed = out.getvalue().replace("\x1b[1m", "<").replace("\x1b[0m", ">")
     words = printed.replace("<", "").replace(">", "").split()
-    assert {*title.split(), "centralised-sam,", "fedlesam-d", "fedavg"} <= {*words}
+    assert {*title.split(), "Centralised-SAM,", "FedLESAM-D", "FedAvg"} <= {*words}
     bold = "".join(part.partition(">")[0] for part in printed.split("<")[1:])
-    assert "centralised-sam" in bold and "70.00" in bold and "fedavg" not in bold and "fedlesam" not in bold
+    assert "Centralised-SAM" in bold and "70.00" in bold and "FedAvg" not in bold and "FedLESAM" not in bold
     assert max(map(len, printed.replace("<", "").replace(">", "").splitlines())) <= width
 
 
@@ -102,11 +102,14 @@ def test_table_over_seeds_is_mean_and_the_deviation_of_a_sample() -> None:
 def test_one_sentence_per_algorithm_says_what_came_out() -> None:
     base = [make_run("fedavg", seed, [0.25, 0.5], 2, 0.5) for seed in (0, 1)]
     sam = [make_run("fedsam", 0, [0.5, 0.75], 1, 0.5), make_run("fedsam", 1, [0.25, 0.25], None, 0.5)]
+    assert tables.sentences([base[0], sam[0]])[1] == (
+        "FedSAM: 75.00 % test accuracy, +25.00 points against FedAvg, 50 % after 1.0 rounds."
+    )
     assert tables.sentences([*base, *sam, make_run("fedprox", 5, [0.125], None, 0.5)]) == [
-        "fedavg: 50.00 ± 0.00 % test accuracy, 50 % after 2.0 rounds.",
-        "fedsam: 50.00 ± 35.36 % test accuracy, +0.00 points against fedavg (higher in 1 of 2 seeds), 50 % after"
+        "FedAvg: 50.00 ± 0.00 % test accuracy, 50 % after 2.0 rounds.",
+        "FedSAM: 50.00 ± 35.36 % test accuracy, +0.00 points against FedAvg (higher in 1 of 2 seeds), 50 % after"
         " 1.0 rounds (in 1 of 2 seeds).",
-        "fedprox: 12.50 % test accuracy, 50 % not reached.",
+        "FedProx: 12.50 % test accuracy, 50 % not reached.",
     ]
     assert tables.sentences([make_run("a", 0, [0.25], target=None)]) == ["a: 25.00 % test accuracy."]
 
@@ -158,10 +161,10 @@ def test_what_the_target_took_is_relative_to_fedavg_wherever_it_stands() -> None
         make_run("late", 0, [0.5], 5, **costs), make_run("late", 1, [0.4], None),
     ]  # fmt: skip
     table = tables.to_target(runs)
-    assert table is not None and list(table.head) == ["algorithm", "rounds", "× fedavg", "computing s", "× fedavg",
-        "MB sent", "× fedavg"]  # fmt: skip
+    assert table is not None and list(table.head) == ["algorithm", "rounds", "× FedAvg", "computing s", "× FedAvg",
+        "MB sent", "× FedAvg"]  # fmt: skip
     assert table.rows[0] == ["mine", "4.5", "0.45", "3.00", "1.50", "8.0", "2.00"]
-    assert table.rows[1][:3] == ["fedavg", "10", "1.00"]
+    assert table.rows[1][:3] == ["FedAvg", "10", "1.00"]
     assert table.rows[2] == ["late", "5 / –", "–", "–", "–", "–", "–"]  # one seed of two did not get there
     assert tables.to_target([make_run("a", 0, [0.5], target=None)]) is None
 
@@ -183,15 +186,15 @@ def sweep(names: tuple[str, ...] = ("fedavg", "fedsam"), rhos: tuple[float | Non
 def test_what_the_target_took_is_relative_to_the_run_with_the_same_swept_values() -> None:
     """It was relative to FedAvg with the first alpha."""
     table = tables.to_target(sweep(rhos=(0.1, 0.2)))
-    assert table is not None and table.head[2] == "× fedavg" and "same swept values" in table.note
+    assert table is not None and table.head[2] == "× FedAvg" and "same swept values" in table.note
     assert [(row[0], row[2]) for row in table.rows] == [
-        ("fedavg alpha=0.1", "1.00"), ("fedsam alpha=0.1 rho=0.1", "1.50"), ("fedsam alpha=0.1 rho=0.2", "1.50"),
-        ("fedavg alpha=1", "1.00"), ("fedsam alpha=1 rho=0.1", "1.50"), ("fedsam alpha=1 rho=0.2", "1.50"),
+        ("FedAvg alpha=0.1", "1.00"), ("FedSAM alpha=0.1 rho=0.1", "1.50"), ("FedSAM alpha=0.1 rho=0.2", "1.50"),
+        ("FedAvg alpha=1", "1.00"), ("FedSAM alpha=1 rho=0.1", "1.50"), ("FedSAM alpha=1 rho=0.2", "1.50"),
     ]  # fmt: skip
     partial_table = tables.to_target([run for run in sweep() if run.label != "fedavg alpha=1"])
     assert partial_table is not None and [row[2] for row in partial_table.rows] == ["1.00", "1.50", "–"]
     fedsam_table = tables.to_target(sweep(("fedsam",)))
-    assert fedsam_table.head[2] == "× fedsam alpha=0.1" and [row[2] for row in fedsam_table.rows] == ["1.00", "0.25"]
+    assert fedsam_table.head[2] == "× FedSAM alpha=0.1" and [row[2] for row in fedsam_table.rows] == ["1.00", "0.25"]
 
 
 def test_common_sweeps_are_panels_and_others_variants(tmp_path: Path, monkeypatch: MonkeyPatch) -> None:
@@ -204,7 +207,7 @@ def test_common_sweeps_are_panels_and_others_variants(tmp_path: Path, monkeypatc
     monkeypatch.setattr(classes, "classes", keep)
     counts = {"alpha = 0.1": np.eye(3), "alpha = 1": np.eye(3)}
     files.draw_plots(sweep(rhos=(0.1, 0.2)), counts, tmp_path, "t")
-    lines = ["fedavg", "fedsam rho=0.1", "fedsam rho=0.2"]
+    lines = ["FedAvg", "FedSAM rho=0.1", "FedSAM rho=0.2"]
     assert {name: [*panel] for name, panel in figs["curves.png"].items()} == {"alpha = 0.1": lines, "alpha = 1": lines}
     assert figs["classes.png"] is counts
     summary = files.summary([replace(run, run_dir=tmp_path / run.run_dir) for run in sweep()], tmp_path)
@@ -294,10 +297,10 @@ def test_a_sweep_is_drawn_over_its_key_and_over_rho_by_lr(tmp_path: Path, monkey
     assert [figure.path.name for figure in figures] == ["ablation-rho.png", "ablation-rho-lr.png"]
     (key, panels), (_, ratios) = calls
     lines = panels[""]
-    assert key == "rho" and lines["fedavg"] == [Point(None, [0.5])]
-    assert lines["fedsam"] == [Point(0.01, [0.51, 0.51]), Point(0.1, [0.6, 0.6])]
+    assert key == "rho" and lines["FedAvg"] == [Point(None, [0.5])]
+    assert lines["FedSAM"] == [Point(0.01, [0.51, 0.51]), Point(0.1, [0.6, 0.6])]
     points = [Point(pytest.approx(0.1), [0.51, 0.51]), Point(pytest.approx(1.0), [0.6, 0.6])]
-    assert panels == {"": lines} and ratios == {"": {"fedavg": [Point(None, [0.5])], "fedsam": points}}
+    assert panels == {"": lines} and ratios == {"": {"FedAvg": [Point(None, [0.5])], "FedSAM": points}}
 
 
 def test_a_loss_surface_is_around_the_weights() -> None:

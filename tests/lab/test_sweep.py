@@ -140,14 +140,15 @@ def test_the_command_line_draws_it_all(
     page = (tmp_path / "cmp" / "report.html").read_text()
     assert page.count("data:image/png;base64,") == len(expected)
     assert "<li>clients, clients = 5: " in page and "<li>clients, clients = 6: " in page
-    assert "<td>fedsam rho=0.1 clients=5</td>" in page and "<li>swept clients: 5, 6</li>" in page
+    assert "<td>FedSAM rho=0.1 clients=5</td>" in page and "<li>swept clients: 5, 6</li>" in page
     sizes = {
         name: json.loads((tmp_path / "cmp" / name / "config.json").read_text())["clients"]
         for name in names
         if name.endswith("-seed0")
     }
     assert {name: size for name, size in sizes.items() if f"clients={size}" in name} == sizes and len(sizes) == 6
-    assert "fedsam rho=0.01 clients=5" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "FedSAM rho=0.01 clients=5" in out and all(f" cmp/{name}.png\n" in out for name in expected)
     resume_command = ["compare", "cmp/config.json", "--run-dir", "cmp", "--resume"]
     assert cli.main(resume_command) == 0 and "all 2 rounds were done before" in capsys.readouterr().out
 

@@ -16,7 +16,7 @@ from fastsam import backends
 from fastsam.arena import Arena, Layout
 from fastsam_kernels import reference
 from fastsam_kernels.hparams import NUM_HPARAMS, HParam
-from fastsam_kernels.rule import MAX_STATE
+from fastsam_kernels.rule import MAX_STATE, UpdateOptions
 from tests.helpers.op_cases import COLUMNS
 
 tables = pytest.importorskip("fastsam_kernels.triton_tables", reason="Triton is not installed")
@@ -195,16 +195,20 @@ def test_compiled_without_graph_breaks() -> None:
 
 
 def test_launchers_have_the_signatures_of_their_twins() -> None:
-    """Names, kinds and defaults, which the types and the schemas of `compilable` take for granted; the fields of a
-    state come one by one."""
-    for name in (*set(triton_backend.__all__) - {"direct_calls", "update_", "why_not"}, "_update_"):
-        launcher = triton_update._update_ if name == "_update_" else getattr(triton_backend, name)
-        expected = [
-            (f"{p.name}{i}", p.kind, p.empty) if p.name == "state" else (p.name, p.kind, p.default)
-            for p in inspect.signature(getattr(reference, name.removeprefix("_"))).parameters.values()
-            for i in range(MAX_STATE if p.name == "state" else 1)
-        ]
-        assert [(p.name, p.kind, p.default) for p in inspect.signature(launcher).parameters.values()] == expected, name
+    """Names, kinds and defaults, which the types and the schemas of `compilable` take for granted."""
+    for name in set(triton_backend.__all__) - {"direct_calls", "update_", "why_not"}:
+        signatures = (inspect.signature(getattr(module, name)) for module in (triton_backend, reference))
+        mine, expected = ([(p.name, p.kind, p.default) for p in s.parameters.values()] for s in signatures)
+        assert mine == expected, name
+
+
+def test_the_options_of_an_update_are_those_of_the_reference() -> None:
+    """The fields of a state come one by one in the launcher, and the options as one struct."""
+    launcher, twin = (inspect.signature(f).parameters.values() for f in (triton_update._update_, reference.update_))
+    names = [p.name for p in twin if p.kind is p.POSITIONAL_OR_KEYWORD and p.name != "state"]
+    fields = [f"state{i}" for i in range(MAX_STATE)]
+    assert [p.name for p in launcher if p.kind is not p.VAR_KEYWORD] == [*names, *fields]
+    assert UpdateOptions._field_defaults == {p.name: p.default for p in twin if p.kind is p.KEYWORD_ONLY}
 
 
 @needs_interpreter
@@ -332,7 +336,7 @@ def test_prepared_steps_leave_the_tables_of_a_graph() -> None:
 
     def step(g1: list[Tensor], g2: list[Tensor]) -> None:
         calls.norm_perturb_(g1, actual.sumsq, False)
-        for call in calls.update("sgd", [actual.momentum], None, g2, False, False):
+        for call in calls.update("sgd", [actual.momentum], g2):
             call()
         expected.run(reference, expected.params, g1, g2)
 

@@ -48,7 +48,7 @@ def step(calls: Any, o: Operands, g1: Sequence[Tensor], g2: Sequence[Tensor], **
     calls.norm_perturb_(g1, o.sumsq, options.get("adaptive", False))
     last_calls = getattr(calls, "last_calls", None)
     if last_calls is None or not calls.renew(last_calls, g2):
-        last_calls = calls.last_calls = calls.update("sgd", o.state[:1], None, g2, False, False)
+        last_calls = calls.last_calls = calls.update("sgd", o.state[:1], g2)
     for call in last_calls:
         assert not call()
 
@@ -72,7 +72,7 @@ def test_a_step_has_the_ops_bits(dtype: torch.dtype, master: bool, adaptive: boo
             state, steps = o.state[: len(definition.state)], o.steps if definition.counter else None
             if is_prepared:
                 calls.norm_perturb_(o.g1, o.sumsq, adaptive, not master)
-                for call in calls.update(rule, state, steps, o.g2, False, master):
+                for call in calls.update(rule, state, o.g2, steps=steps, write_master=master):
                     assert not call()
                 continue
             triton_backend.norm_(o.sumsq, o.g1, o.params if adaptive else [], o.table, columns)
@@ -135,7 +135,7 @@ def test_other_numbers_are_prepared_anew() -> None:
     ops_step(twin, columns, o.g1, o.g2)
     assert all(map(same_bits, o.outputs(), twin.outputs()))
     assert calls.renew(old_calls, o.g2)
-    calls.update("lion", o.state[:1], None, o.g2, False, False)
+    calls.update("lion", o.state[:1], o.g2)
     assert not calls.renew(old_calls, o.g2)
 
 

@@ -24,21 +24,6 @@ SGD = Spec("sam", "sgd", F32, "plain")
 SPECS = [SGD, Spec("sam", "adamw", F64, "plain"), SGD._replace(dtype=HALF), Spec("wsam", "sgd", HALF, "plain")]
 
 
-# A first step runs several hundred lines more, which make the buffers.
-PLANS = [(SGD, "step", 0, None), (SPECS[2], "by_hand", 2, None), (SGD, "step", 2, "foreach")]
-PLANS += [(SGD._replace(variant=name), style, 2, None) for name, style in (("looksam", "step"), ("wsam", "by_hand"))]
-
-
-@pytest.mark.usefixtures("no_collection")
-@pytest.mark.parametrize(("spec", "style", "warm", "backend"), PLANS, ids=str)
-@pytest.mark.parametrize("case", [8, pytest.param(1, marks=pytest.mark.slow)])
-def test_raising_at_every_line(spec: Spec, style: str, warm: int, backend: str | None, case: int) -> None:
-    """In `make test` at every eighth line."""
-    plan = Plan(spec, style, warm, backend)
-    for line in range(0, plan.lines(), case):
-        assert plan.interrupted(Tracer(line, plan.folders))
-
-
 @pytest.mark.parametrize(
     ("backend", "spec"), [*(("reference", spec) for spec in SPECS), ("foreach", SPECS[2])], ids=str
 )

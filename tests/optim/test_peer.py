@@ -12,10 +12,10 @@ from torch import nn
 
 from fastsam import SAM, FusedSAM
 from fastsam.optim.variants import WSAM, LookSAM
-from tests.helpers.places import ROOT
+from tests.helpers.places import HELPERS, ROOT
 from tests.helpers.sam_oracle import backward, make_parameters
 
-RUNNER = ROOT / "tests" / "peer" / "run_pytorch_optimizer.py"
+RUNNER = HELPERS / "peer" / "run_pytorch_optimizer.py"
 SDIST = Path(os.environ.get("FASTSAM_PEER_SDIST", ROOT / "build" / "peer" / "pytorch_optimizer-4.1.0"))
 
 SGD, ADAMW = torch.optim.SGD, torch.optim.AdamW

@@ -62,21 +62,6 @@ def test_the_format_is_that_of_the_base_optimizer(name: str, backend: Backend) -
         torch.testing.assert_close(p, q, rtol=1e-13, atol=1e-13)
 
 
-def test_momenta_of_half_precision_weights_stay_float32(backend: Backend) -> None:
-    """torch's own `load_state_dict` would round them to the weights' dtype."""
-    model = Model(torch.bfloat16, backend.device)
-    opt = FusedSAM(model.parameters(), SGD, lr=0.1, momentum=0.9, backend=backend.name)
-    train(model, opt, range(3))
-    state_dict = opt.state_dict()
-    other_opt = FusedSAM(copy.deepcopy(model).parameters(), SGD, lr=0.1, momentum=0.9, backend=backend.name)
-    other_opt.load_state_dict(state_dict)
-    for i, entry in other_opt.state_dict()["state"].items():
-        for key in ("momentum_buffer", "master"):
-            assert entry[key].dtype == torch.float32
-            assert same_bits([entry[key]], [state_dict["state"][i][key]])
-            assert not torch.equal(entry[key].bfloat16().float(), entry[key]), "it has digits that bfloat16 has not"
-
-
 def test_a_state_dict_is_a_copy(backend: Backend) -> None:
     model = Model(torch.float32, backend.device)
     opt = FusedSAM(model.parameters(), SGD, lr=torch.tensor(0.1), momentum=0.9, backend=backend.name)

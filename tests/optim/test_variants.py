@@ -15,7 +15,6 @@ from tests.helpers.variant_cases import (
     CASES,
     RHO,
     PaperGSAM,
-    Training,
     flat,
     like,
     loop,
@@ -107,20 +106,6 @@ def test_parameters_without_a_gradient_in_one_of_the_passes() -> None:
     assert torch.equal(params[0], old_weights[0])
     torch.testing.assert_close(params[1].detach(), old_weights[1] - two[0])
     torch.testing.assert_close(params[2].detach(), old_weights[2] - two[1])
-
-
-def test_one_bad_gradient_costs_one_step() -> None:
-    """After a first gradient with inf no coefficients remain that would make the next check skip a step."""
-    params, opt = make_fused(GSAM(RHO, alpha=ALPHA), "sgd", 1, skip_nonfinite=True)
-    for p in params:
-        p.grad = torch.full_like(p, torch.inf)
-    opt.first_step()
-    for p in params:
-        p.grad = torch.ones_like(p)
-    opt.second_step()
-    old_weights = copies(params)
-    Training(params, opt).steps(range(2, 3))
-    assert not same_bits(old_weights, copies(params))
 
 
 # Every case compiles for seconds. With intervals torch compiles both kinds of step once, for all steps.

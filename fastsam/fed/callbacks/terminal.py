@@ -37,14 +37,15 @@ class RunProgress:
 
         self.console, self.label, self.rounds = console, label, rounds
         self.every = every or max(1, rounds // 10)
-        self.is_visible = False
+        self.is_visible, self.is_narrow = False, console.width < 110
         columns = (
             TextColumn("{task.description:<12}"),
-            BarColumn(20),
+            BarColumn(8 if self.is_narrow else 20),
             MofNCompleteColumn(),
             TextColumn("{task.fields[state]}"),
         )
-        times = (TimeElapsedColumn(), TimeRemainingColumn())
+        one_time = TimeRemainingColumn(compact=True, elapsed_when_finished=True)
+        times = (one_time,) if self.is_narrow else (TimeElapsedColumn(), TimeRemainingColumn())
         self.bar = Progress(*columns, *times, console=console, disable=not console.is_terminal)
         self.task = self.bar.add_task(label, total=rounds, state="")
 
@@ -66,8 +67,8 @@ class RunProgress:
         self.is_visible = True
         num_rounds, state = record["round"], describe(record)
         if self.console.is_terminal:
-            narrow = self.console.width < 110  # then the spread over clients would push the times off the line
-            self.bar.update(self.task, completed=num_rounds, state=state.partition("  clients")[0] if narrow else state)
+            state = state.partition("  clients")[0] if self.is_narrow else state  # with it the times are cut off
+            self.bar.update(self.task, completed=num_rounds, state=state)
         elif (
             num_rounds % self.every == 0 or num_rounds == self.rounds or (num_rounds == 1 and self.every < self.rounds)
         ):

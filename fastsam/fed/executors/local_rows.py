@@ -348,13 +348,9 @@ class LocalRows:
             steps=self.counts, g1=g1, sumsq_v=self.sumsq_v, write_master=self.w is not None, q=self.q, **self._shift,
         )  # fmt: skip
         if self.variant.has_step_offset:
-            self._add_step_offset()
-
-    def _add_step_offset(self) -> None:
-        """Add `-lr*o` to the weights."""
-        rate = self.hparams[:, :, HParam.LR].to(self.z.dtype)
-        for weights in (self.z,) if self.w is None else (self.z, self.w):
-            weights.addcmul_(self.vectors["step_offset"], rate, value=-1)
+            rate = self.hparams[:, :, HParam.LR].to(self.z.dtype)
+            for weights in (self.z,) if self.w is None else (self.z, self.w):
+                weights.addcmul_(self.vectors["step_offset"], rate, value=-1)
 
     def _restore_unused(self, grads: Gradients, first: Gradients | None) -> None:
         """Restore parameters that only the first pass used, which must not stay perturbed."""

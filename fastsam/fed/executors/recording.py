@@ -17,6 +17,7 @@ from torch.fx import Node
 from fastsam.fed.executors import graph_passes
 from fastsam.fed.executors.graph_recorder import CannotRecordError, record
 
+ROWS = 2  # rows of a recording for a row program, whose rows must not depend on their number
 _PLAIN = (int, float, complex, str, bytes, bool, type(None))
 
 

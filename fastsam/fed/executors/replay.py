@@ -26,7 +26,9 @@ from fastsam.fed.clients.samples import Tensors
 from fastsam.fed.executors import graph_passes
 from fastsam.fed.executors.graph_passes import ProductOf
 from fastsam.fed.executors.graph_recorder import StoppedRecordingError
-from fastsam.fed.executors.recording import CannotRecordError, Recording, difference, python_state
+from fastsam.fed.executors.recording import ROWS, CannotRecordError, Recording, difference, python_state
+from fastsam.fed.executors.rowprograms import FORMLESS
+from fastsam.fed.executors.rowprograms.row_pass import RowPass
 
 log = logging.getLogger("fastsam.fed")
 
@@ -36,7 +38,6 @@ PassResult = tuple[Tensor, list[Tensor], tuple[int, ...]]  # losses, gradients t
 Key = tuple[object, ...]
 
 MAX_SHAPES = 256  # shapes: some hundred kilobytes each
-ROWS = 2  # rows of a recording for a row program, whose rows must not depend on their number
 # Largest relative errors of a loss, and of the norm of all gradients. A maximum or a kink that rounding moves
 # (max-pooling, ReLU) changes single elements of a gradient much more than rounding, but not the loss.
 _LOSS, _GRADIENT = {torch.float32: 1e-4, torch.float64: 1e-9}, 0.01
@@ -51,6 +52,7 @@ class Pass:
         function: the replayed pass, or None for the plain way.
         slots: indices of the parameters that have a gradient.
         uses: number of compared passes.
+        row_pass: the function, if it is a row program.
         first_results: results of the first pass, which the recording has computed.
     """
 
@@ -58,6 +60,7 @@ class Pass:
     slots: tuple[int, ...] = ()
     uses: int = 0
     first_results: Sequence[Tensor] | None = None
+    row_pass: RowPass | None = None
 
 
 class Replays:
@@ -70,7 +73,6 @@ class Replays:
         make_row_pass: makes a row program from a graph and the parameters of its gradients, or returns None if an
             operation has no form. None if there are no row programs.
         product_of: see `graph_passes.use_products`.
-        formless: operations that no row program has.
         max_shapes: number of shapes that are remembered. The least recently used one goes first.
     """
 
@@ -79,13 +81,12 @@ class Replays:
         plain: Plain,
         module: nn.Module,
         layout: Layout,
-        make_row_pass: Callable[[GraphModule, Sequence[int]], Function | None] | None = None,
+        make_row_pass: Callable[[GraphModule, Sequence[int]], RowPass | None] | None = None,
         product_of: ProductOf = lambda a, b: None,
-        formless: frozenset[Any] = frozenset(),
         max_shapes: int = MAX_SHAPES,
     ) -> None:
         self.plain, self.module, self.layout, self.max_shapes = plain, module, layout, max_shapes
-        self.make_row_pass, self.product_of, self.formless = make_row_pass, product_of, formless
+        self.make_row_pass, self.product_of = make_row_pass, product_of
         self.strides = [(s.length, *s.stride) for s in layout.segments]
         self.reason: str | None = None  # why nothing is replayed any more
         self._passes: OrderedDict[Key, Pass] = OrderedDict()
@@ -107,11 +108,11 @@ class Replays:
             return None
         return losses, grads, replay.slots
 
-    def row_pass(self, size: int, *samples: Tensor) -> Function | None:
+    def row_pass(self, size: int, *samples: Tensor) -> RowPass | None:
         """Return the row program of passes with a batch of `size` samples like `samples` (each `[n, ...]`) in each row.
         It is None unless a row program exists and was compared, and every parameter has a gradient."""
         replay = self._compared_pass(self._passes.get(self._key(samples, size)))
-        return replay.function if replay is not None and len(replay.slots) == len(self.strides) else None
+        return replay.row_pass if replay is not None and len(replay.slots) == len(self.strides) else None
 
     def find_function(self, size: int, rows: int, *samples: Tensor) -> Function | None:
         """Return the function of passes of `rows` rows with a batch of `size` samples like `samples` (each `[n, ...]`),
@@ -166,13 +167,14 @@ class Replays:
 
     def _record(self, key: Key, weights: list[Tensor], batch: Tensors, rowwise: bool = False) -> Pass:
         """Record a pass and keep it under `key`, as a row program if `rowwise` is True."""
-        stops = self.formless if rowwise else frozenset()
+        stops = FORMLESS if rowwise else frozenset()
         replay, recording = Pass(), self._make_recording(weights, batch, stops)
         if recording is not None:
-            function = self._function(recording, rowwise)
+            row_pass = self.make_row_pass(recording.module, recording.slots) if rowwise and self.make_row_pass else None
+            function: Function | None = row_pass if rowwise else self._graph_function(recording)
             results = None if function is None else self._replay(recording, function)
             if results is not None:
-                replay = Pass(function, recording.slots, first_results=None if rowwise else results)
+                replay = Pass(function, recording.slots, 0, None if rowwise else results, row_pass)
         self._passes[key] = replay
         if len(self._passes) > self.max_shapes:
             self._passes.popitem(last=False)
@@ -198,11 +200,9 @@ class Replays:
         self._log(self.reason)
         return None
 
-    def _function(self, recording: Recording, rowwise: bool) -> Function | None:
+    def _graph_function(self, recording: Recording) -> Function:
+        """Return the graph of a recording as a function."""
         module = recording.module
-        if rowwise:
-            assert self.make_row_pass is not None
-            return self.make_row_pass(module, recording.slots)
         graph_passes.use_products(module.graph, self.product_of)
         losses = recording.outputs[0]
         graph_passes.place_outputs(module.graph, [losses.stride(), *(self.strides[i] for i in recording.slots)])

@@ -13,6 +13,9 @@ import os
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import count
+from operator import eq
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -275,20 +278,41 @@ def host_memory() -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
+class StateRows(NamedTuple):
+    """The states of clients with equal structure, one by one and as rows.
+
+    Args:
+        states: the states.
+        rows: the states as one, `[n, ...]`. A tensor that all of them share is not copied.
+    """
+
+    states: Sequence[State]
+    rows: State
+
+    @classmethod
+    def of(cls, states: Sequence[State]) -> StateRows:
+        """Return states as rows."""
+        columns = {name: [state[name] for state in states] for name in states[0]}
+        rows = {
+            name: xs[0].expand(len(xs), *xs[0].shape) if all(t is xs[0] for t in xs) else torch.stack(xs)
+            for name, xs in columns.items()
+        }
+        return cls(states, rows)
+
+    def take(self, places: Sequence[int]) -> StateRows:
+        """Return the states at some places, of which a place may come several times."""
+        if len(places) == len(self.states) and all(map(eq, places, count())):
+            return self
+        rows = {
+            name: x[:1].expand(len(places), *x.shape[1:]) if x.stride(0) == 0 or len(x) == 1 else x[places]
+            for name, x in self.rows.items()
+        }
+        return StateRows([self.states[place] for place in places], rows)
+
+
 def group_by_shape(states: Sequence[State]) -> list[list[int]]:
     """Return the places of states that can be rows of one: with the same names, shapes and dtypes."""
-    if len(states) == 1:
-        return [[0]]
     groups: dict[object, list[int]] = {}
     for i, state in enumerate(states):
         groups.setdefault(tuple([(name, t.shape, t.dtype) for name, t in state.items()]), []).append(i)
     return list(groups.values())
-
-
-def rows(states: Sequence[State]) -> State:
-    """Return n states of equal structure as one, `[n, ...]`. A tensor that all of them share is not copied."""
-    columns = {name: [state[name] for state in states] for name in states[0]}
-    return {
-        name: xs[0].expand(len(xs), *xs[0].shape) if all(t is xs[0] for t in xs) else torch.stack(xs)
-        for name, xs in columns.items()
-    }

@@ -16,7 +16,7 @@ from fastsam.fed.algorithms.base import Round, State
 from fastsam.fed.clients.all_clients import Clients
 from fastsam.fed.executors import ClientError, ClientOutcome, Executor, Task
 from fastsam.fed.executors.task import ClientLoop
-from fastsam.fed.loop.client_state import ClientStateStorage, group_by_shape, rows
+from fastsam.fed.loop.client_state import ClientStateStorage, StateRows, group_by_shape
 from fastsam.fed.loop.contract import Contract, not_finite
 from fastsam.fed.loop.options import Settings
 from fastsam.fed.loop.outliers import outliers
@@ -76,8 +76,9 @@ class Cohort:
     norms: dict[int, float] = field(default_factory=dict)
     steps: dict[int, int] = field(default_factory=dict)
     backward_passes: int = 0
-    _training_states: dict[int, State] = field(default_factory=dict)  # before the round, of clients that train
-    _first: tuple[State, ClientUpdate] | None = None  # see `_first_of`
+    # states before the round of clients that train: rows, and the client's place among them
+    _training: dict[int, tuple[StateRows, int]] = field(default_factory=dict)
+    _first: tuple[StateRows, ClientUpdate] | None = None  # see `_first_of`
 
     def __post_init__(self) -> None:
         self.client_ids = list(self.weights)
@@ -112,7 +113,8 @@ class Cohort:
 
     def _loop(self, client: int) -> ClientLoop:
         """Return the algorithm's loop for a client."""
-        server, state = self.old_state.server, self._training_states[client]
+        rows, place = self._training[client]
+        server, state = self.old_state.server, rows.states[place]
         run = partial(self.contract.train_client, server, state, self.visible)
         return ClientLoop(run, [*server.values(), *state.values()])
 
@@ -123,35 +125,32 @@ class Cohort:
         """
         all_states = self.old_state.clients
         states = {i: self.states.get(i, all_states[i]) for i in clients if i in all_states}
-        if not states:
-            state, update = self._first_of(clients)
-            self._training_states |= dict.fromkeys(clients, state)
-            return [update] * len(clients)
         updates: dict[int, ClientUpdate] = {}
-        ids, rows_of_ids = list(states), list(states.values())
-        for places in group_by_shape(rows_of_ids):
-            group = [ids[place] for place in places]
-            updates |= zip(group, self._local_updates([rows_of_ids[place] for place in places], group), strict=True)
-        if new := [i for i in clients if i not in states]:
-            state, update = self._first_of(new)
-            states |= dict.fromkeys(new, state)
-            updates |= dict.fromkeys(new, update)
-        self._training_states |= states
+        if len(states) < len(clients):
+            new = clients if not states else [i for i in clients if i not in states]
+            rows, update = self._first_of(new)
+            self._training |= dict.fromkeys(new, (rows, 0))
+            updates = dict.fromkeys(new, update)
+        ids, states_of_ids = list(states), list(states.values())
+        for places in group_by_shape(states_of_ids):
+            rows, group = StateRows.of([states_of_ids[i] for i in places]), [ids[i] for i in places]
+            self._training |= {client: (rows, place) for place, client in enumerate(group)}
+            updates |= zip(group, self._local_updates(rows, group), strict=True)
         return [updates[i] for i in clients]
 
-    def _first_of(self, clients: Sequence[int]) -> tuple[State, ClientUpdate]:
+    def _first_of(self, clients: Sequence[int]) -> tuple[StateRows, ClientUpdate]:
         """Return the state and the local update of clients that take part for the first time, which all share."""
         if self._first is None:
-            state = self.contract.init_client(self.old_state.server, self.visible, clients)
-            self._first = state, self._local_updates([state], clients[:1])[0]
+            rows = StateRows.of([self.contract.init_client(self.old_state.server, self.visible, clients)])
+            self._first = rows, self._local_updates(rows, clients[:1])[0]
         return self._first
 
-    def _local_updates(self, states: Sequence[State], clients: Sequence[int]) -> list[ClientUpdate]:
-        """Return the local updates of clients whose states have equal shapes."""
-        client = rows(states)
-        updates = self.contract.local_updates(self.old_state.server, client, len(states), self.visible, clients)
+    def _local_updates(self, states: StateRows, clients: Sequence[int]) -> list[ClientUpdate]:
+        """Return the local updates of clients with these states."""
+        server, n = self.old_state.server, len(clients)
+        updates = self.contract.local_updates(server, states.rows, n, self.visible, clients)
         for stage in self.stages:
-            updates = stage.process_updates(updates, client)
+            updates = stage.process_updates(updates, states.rows)
         return updates
 
     def _snapshots(self, client: int) -> frozenset[int]:
@@ -163,7 +162,7 @@ class Cohort:
         """Add the results of some clients to the sums and store their new states, or exclude them."""
         if isinstance(results, ClientError):
             for client in results.client_ids:
-                del self._training_states[client]
+                del self._training[client]
                 self._exclude(client, results.reason)
             return
         self.steps |= zip(results.client_ids, results.num_steps, strict=True)
@@ -173,14 +172,17 @@ class Cohort:
             norms = stage.process_results(results, self.round) or norms
         if norms is not None:
             self.norms |= zip(results.client_ids, norms, strict=True)
-        states = [self._training_states.pop(i) for i in results.client_ids]
-        for places in group_by_shape(states):
-            is_complete = len(places) == len(states)
-            part = results if is_complete else results.take(places)
-            self._add_and_store([states[i] for i in places], part, norms is not None)
+        training = [self._training.pop(i) for i in results.client_ids]
+        groups: dict[int, list[int]] = {}  # places of clients whose states are rows of one
+        for place, (rows, _) in enumerate(training):
+            groups.setdefault(id(rows), []).append(place)
+        for places in groups.values():
+            part = results if len(places) == len(training) else results.take(places)
+            states = training[places[0]][0].take([training[place][1] for place in places])
+            self._add_and_store(states, part, norms is not None)
 
-    def _add_and_store(self, states: Sequence[State], results: ClientResults, has_norms: bool) -> None:
-        """Add the results of clients with states of one shape to the sums, and store their new states."""
+    def _add_and_store(self, states: StateRows, results: ClientResults, has_norms: bool) -> None:
+        """Add the results of clients to the sums, and store their new states."""
         norms = results.losses if has_norms else _norms_of(results)  # before `finish_client`, which may write into them
         uploads = self._uploads(states, results)
         for stage in self.stages:
@@ -193,7 +195,7 @@ class Cohort:
         problems = self.sums.check(added, sizes, uploads.scalars, _nonfinite_clients(uploads))
         for stage in self.stages:
             stage.after_sum(uploads, problems)
-        new_states = _states_of(uploads, states) if uploads.state else None
+        new_states = _states_of(uploads, states.states) if uploads.state else None
         for place, client in enumerate(results.client_ids):
             if place in problems:
                 self._exclude(client, problems[place])
@@ -202,17 +204,17 @@ class Cohort:
             else:
                 self.clients.pop(client, None)
 
-    def _uploads(self, states: Sequence[State], results: ClientResults) -> ClientUploads:
+    def _uploads(self, states: StateRows, results: ClientResults) -> ClientUploads:
         """Return the uploads and new states that the algorithm makes of the results."""
-        server, client = self.old_state.server, rows(states)
-        state, upload = self.contract.finish_clients(server, states, client, results, self.visible)
+        server = self.old_state.server
+        state, upload = self.contract.finish_clients(server, states.states, states.rows, results, self.visible)
         own_weights = None
         if self.contract.sends_weights or upload.weight is not None:
-            own_weights = own_weights_of(upload, self.contract.sends_weights, len(states), server["w"].device)
+            own_weights = own_weights_of(upload, self.contract.sends_weights, len(states.states), server["w"].device)
         scalars: dict[str, Sequence[float]] = {"loss": (), "samples": results.num_samples}  # losses are read later
         weights = [self.weights[i] for i in results.client_ids]
         return ClientUploads(
-            server, results, client, dict(state), dict(upload.mean), upload.sum, scalars, own_weights, weights
+            server, results, states.rows, dict(state), dict(upload.mean), upload.sum, scalars, own_weights, weights
         )
 
     def _exclude(self, client: int, problem: str) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fastsam.fed.algorithms.base import Algorithm, Round, State, Upload
 from fastsam.fed.executors.recording import comparable
-from fastsam.fed.loop.client_state import rows
+from fastsam.fed.loop.client_state import StateRows
 from fastsam.fed.loop.contract import AlgorithmError
 from fastsam.fed.update.local_update import ClientResults
 from fastsam.fed.update.parameter_layout import ParameterLayout
@@ -45,7 +45,7 @@ class FirstRound:
         if self.num_new < 2 or self._copy is None:
             return
         self.num_new = 0
-        single = rows([{name: x[0] for name, x in client.items()}])
+        single = StateRows.of([{name: x[0] for name, x in client.items()}]).rows
         two = {name: x.expand(2, *x.shape[1:]) for name, x in single.items()}
         joint_result = self._copy.local_update(server, two, round)
         check_rows(self._copy, "local_update", joint_result, [(server, single, round)], 2)
@@ -58,7 +58,7 @@ class FirstRound:
         if len(states) < 2 or self._copy is None:
             return []
         first_states = enumerate(states[:COMPARED])
-        return [(server, rows([state]), results.take([i]), round) for i, state in first_states]
+        return [(server, StateRows.of([state]).rows, results.take([i]), round) for i, state in first_states]
 
     def check_finished(
         self, result: tuple[State, Upload], single_calls: Sequence[Sequence[Any]], n: int, round: Round

@@ -8,7 +8,7 @@ from fastsam.fed.algorithms.base import LocalUpdate, Round, State
 from fastsam.fed.executors import ClientError, Setup, Task
 from fastsam.fed.executors.client import Client
 from fastsam.fed.executors.client_trainer import ClientTrainer
-from fastsam.fed.loop.client_state import rows
+from fastsam.fed.loop.client_state import StateRows
 from fastsam.fed.loop.contract import Contract
 from fastsam.fed.loop.first_round import check_padding
 from fastsam.fed.loop.trial_pass import restore_random_state
@@ -24,7 +24,7 @@ def try_algorithm(contract: Contract, setup: Setup, old_state: RunState, round: 
     """
     server = old_state.server
     state = contract.init_client(server)
-    update, row = contract.local_updates(server, rows([state]), 1, round)[0]
+    update, row = contract.local_updates(server, StateRows.of([state]).rows, 1, round)[0]
     if getattr(contract.algorithm, "own_models", False):
         _check_own_model(contract.call("own_model", (server, state)), server["w"])
     vectors = {name: getattr(update, name) for name in update.constants.vectors}

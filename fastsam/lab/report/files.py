@@ -23,16 +23,14 @@ from fastsam.lab.report.finished import (
     metrics_of,
     panel_name,
     shared_keys,
+    spelled,
     target_of,
     values,
 )
 from fastsam.lab.report.tables import all_tables, sentences
 
-# Files of a comparison's directory in addition to one sub-directory per run. There may be more figures.
-COMPARISON_FILES = {
-    "report": "report.html", "report (text)": "report.md", "summary": "summary.json", "curves": "curves.png",
-    "classes": "classes.png",
-}  # fmt: skip
+# Files of a comparison's directory in addition to its figures and one sub-directory per run.
+COMPARISON_FILES = {"report": "report.html", "report (text)": "report.md", "summary": "summary.json"}
 BY_ROUND = ("curves", "metrics", "measures")  # figures that need only the records of runs
 RUN_FIGURES = (*BY_ROUND, "classes")
 
@@ -40,8 +38,8 @@ RUN_FIGURES = (*BY_ROUND, "classes")
 def write_comparison(
     runs: Sequence[FinishedRun], directory: Path, title: str, facts: Mapping[str, Any], command: str,
     counts: Mapping[str, np.ndarray], grids: Mapping[str, np.ndarray],
-) -> None:  # fmt: skip
-    """Write summary.json, the figures, report.md and report.html into the comparison's directory.
+) -> list[Figure]:  # fmt: skip
+    """Write summary.json, the figures, report.md and report.html into the comparison's directory; return the figures.
 
     Args:
         runs: the runs.
@@ -55,12 +53,15 @@ def write_comparison(
     write_json(directory / "summary.json", summary(runs, directory))
     figures = draw_plots(runs, counts, directory, title)
     if grids:
-        path = surfaces.surfaces(grids, RADIUS, directory / "surfaces.png")
+        path = surfaces.surfaces(
+            {spelled(label): grid for label, grid in grids.items()}, RADIUS, directory / "surfaces.png"
+        )
         caption = "Training loss around the final models of the first seed, in two random directions"
         figures.append(Figure(path, f"{caption} (filter-normalised)"))
     figures += draw_ablations(runs, directory, title)
-    run_paths = [(f"{run.label}, seed {run.seed}", os.path.relpath(run.run_dir, directory)) for run in runs]
+    run_paths = [(f"{spelled(run.label)}, seed {run.seed}", os.path.relpath(run.run_dir, directory)) for run in runs]
     Document(title, facts, all_tables(runs), figures, run_paths, command, sentences(runs)).write(directory)
+    return figures
 
 
 def summary(runs: Sequence[FinishedRun], directory: Path) -> dict[str, Any]:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from fastsam.fed.algorithms import registry
 from fastsam.lab.plots.curves import value_text
 
 
@@ -25,6 +27,12 @@ class FinishedRun:
 
 
 Group = Sequence[FinishedRun]
+_NAMES = {name: made.__name__.replace("_", "-") for name, made in registry.items()}
+
+
+def spelled(label: str) -> str:
+    """Return a label with the algorithms in it as the papers spell them, e.g. "FedSAM rho=0.05"."""
+    return re.sub(r"[\w-]+", lambda word: _NAMES.get(word[0], word[0]), label)
 
 
 def by_label(runs: Iterable[FinishedRun]) -> dict[str, list[FinishedRun]]:
@@ -37,7 +45,7 @@ def by_label(runs: Iterable[FinishedRun]) -> dict[str, list[FinishedRun]]:
 
 def title_of(runs: Iterable[FinishedRun], data: str) -> str:
     """Return the names of the algorithms (their number, if there are more than five) and of the data."""
-    names = list(dict.fromkeys(run.algorithm for run in runs))
+    names = list(dict.fromkeys(spelled(run.algorithm) for run in runs))
     return f"{', '.join(names) if len(names) <= 5 else f'{len(names)} algorithms'} on {data}"
 
 
@@ -81,7 +89,8 @@ def line(run: FinishedRun, omitted_keys: Iterable[str]) -> str:
     `omitted_keys` are left out, because a panel or an axis shows them.
     """
     values = {key: value for key, value in run.point.items() if key not in {*omitted_keys}}
-    return " ".join([run.algorithm or run.label, *(f"{key}={value_text(value)}" for key, value in values.items())])
+    texts = [f"{key}={value_text(value)}" for key, value in values.items()]
+    return " ".join([spelled(run.algorithm or run.label), *texts])
 
 
 def baseline(groups: Mapping[str, Group], label: str) -> str | None:

@@ -9,7 +9,7 @@ from functools import partial
 import numpy as np
 
 from fastsam.lab.plots.curves import NAMES, deviation
-from fastsam.lab.report.finished import FinishedRun, Group, baseline, by_label, metrics_of, target_of, values
+from fastsam.lab.report.finished import FinishedRun, Group, baseline, by_label, metrics_of, spelled, target_of, values
 from fastsam.lab.report.table import Table
 
 DASH = "–"
@@ -57,7 +57,7 @@ def _best_row(runs: Sequence[FinishedRun]) -> int | None:
 
 def _table(title: str, runs: Sequence[FinishedRun], columns: Sequence[Column], note: str = "") -> Table:
     """Return a table with a row per label. A column is its head, and the function that makes a cell from the runs."""
-    rows = [[label, *(cell(group) for _, cell in columns)] for label, group in by_label(runs).items()]
+    rows = [[spelled(label), *(cell(group) for _, cell in columns)] for label, group in by_label(runs).items()]
     return Table(title, ["algorithm", *(head for head, _ in columns)], rows, note)
 
 
@@ -65,14 +65,16 @@ def sentences(runs: Sequence[FinishedRun]) -> list[str]:
     """Return a sentence per label: final accuracy, its difference to the baseline, and rounds to the target."""
     groups, target, texts = by_label(runs), target_of(runs), []
     for label, group in groups.items():
-        text = f"{label}: {percent(group, 'accuracy_final')} % test accuracy"
+        text = f"{spelled(label)}: {percent(group, 'accuracy_final')} % test accuracy"
         base = baseline(groups, label)
+        base_name = spelled(base or "")
         base_group = groups[base] if base not in (None, label) else ()
         accuracies, base_accuracies = _final_accuracies(group), _final_accuracies(base_group)
         gains = [100 * (accuracies[seed] - base_accuracies[seed]) for seed in accuracies if seed in base_accuracies]
         if gains:
             gain_count = sum(gain > 0 for gain in gains)
-            text += f", {np.mean(gains):+.2f} points against {base} (higher in {gain_count} of {len(gains)} seeds)"
+            text += f", {np.mean(gains):+.2f} points against {base_name}"
+            text += f" (higher in {gain_count} of {len(gains)} seeds)" if len(gains) > 1 else ""
         if target is not None:
             target_rounds = values(group, "rounds_to_target")
             count = len(target_rounds)
@@ -151,7 +153,7 @@ def to_target(runs: Sequence[FinishedRun]) -> Table | None:
     bases = {label: baseline(groups, label) for label in groups}
     base_labels = {base for base in bases.values() if base is not None}
     first_label = next(iter(base_labels))
-    base = first_label if len(base_labels) == 1 else groups[first_label][0].algorithm
+    base = spelled(first_label if len(base_labels) == 1 else groups[first_label][0].algorithm)
     keys: list[tuple[str, str, Callable[[float], str]]] = [
         ("rounds_to_target", "rounds", lambda v: f"{v:.1f}".removesuffix(".0")),
         ("seconds_to_target", "computing s", lambda v: f"{v:.2f}"),
@@ -160,7 +162,7 @@ def to_target(runs: Sequence[FinishedRun]) -> Table | None:
     head = ["algorithm", *(text for _, name, _ in keys for text in (name, f"× {base}"))]
     rows = []
     for label, group in groups.items():
-        cells = [label]
+        cells = [spelled(label)]
         for key, _, form in keys:
             label_mean, base_mean = _mean_of_all(group, key), _mean_of_all(groups.get(bases[label] or "", ()), key)
             text = DASH if label_mean is None else form(label_mean)

@@ -25,8 +25,8 @@ FILES = {"report": "report.html", "report (text)": "report.md", "summary": "summ
 def reproduce(
     name: str, scale: str | None, seeds: Sequence[str] | None, flags: Sequence[str], directory: Path, resume: bool,
     console: Console,
-) -> int:  # fmt: skip
-    """Run a table and write its report. Return 1 if a run failed, else 0.
+) -> tuple[int, dict[str, Path]]:  # fmt: skip
+    """Run a table and write its report. Return 1 if a run failed, else 0; and the report's files by name.
 
     Args:
         name: name of the table.
@@ -63,7 +63,9 @@ def reproduce(
     console.print(report.title, soft_wrap=True)
     for part in report.tables:
         part.show(console)
-    return 1 if any(outcome.failures for outcome in outcomes.values()) else 0
+    paths = {name: directory / file for name, file in FILES.items()}
+    paths |= {figure.path.stem: figure.path for figure in report.figures}
+    return 1 if any(outcome.failures for outcome in outcomes.values()) else 0, paths
 
 
 def _numbers(seeds: Sequence[str]) -> list[int]:

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from fastsam.lab.plots.curves import deviation
+from fastsam.lab.report.finished import spelled
 from fastsam.lab.report.table import Table as TextTable
 from fastsam.lab.reproduce.metrics import (
     METRICS,
@@ -26,7 +27,7 @@ from fastsam.lab.reproduce.metrics import (
     values_by_seed,
 )
 from fastsam.lab.reproduce.runner import Outcome
-from fastsam.lab.reproduce.table import PaperTable, Part, Section, algorithm_name
+from fastsam.lab.reproduce.table import PaperTable, Part, Section
 
 PROPOSED_METHODS = {  # by paper
     "fedsam": ("fedsam", "mofedsam"),
@@ -212,7 +213,7 @@ def _failed_seeds(
 
 def _row(claim: Claim, table: PaperTable) -> list[str]:
     spread = f" ± {float(deviation(claim.measured_margins)):.3g}" if len(claim.measured_margins) > 1 else ""
-    names = f"{algorithm_name(claim.winner)} over {algorithm_name(claim.loser)}"
+    names = f"{spelled(claim.winner)} over {spelled(claim.loser)}"
     metric = f", {METRICS[claim.metric].head}" if len(table.metrics) > 1 else ""
     place = f"{claim.section}{metric}, {claim.columns} column{'s' * (claim.columns > 1)}"
     favour_count = sum(margin > 0 for margin in claim.measured_margins)

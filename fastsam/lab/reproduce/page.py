@@ -14,12 +14,13 @@ from fastsam.lab.compare import Plan
 from fastsam.lab.plots import surfaces
 from fastsam.lab.report.document import Document, Figure
 from fastsam.lab.report.files import draw_ablations, draw_plots
+from fastsam.lab.report.finished import spelled
 from fastsam.lab.report.table import Table as TextTable
 from fastsam.lab.report.tables import accuracy, last_measures
 from fastsam.lab.reproduce import ordering
 from fastsam.lab.reproduce.metrics import DASH, METRICS, cell, failed_seeds, groups_of, seeds_of
 from fastsam.lab.reproduce.runner import Outcome, changes
-from fastsam.lab.reproduce.table import Column, PaperTable, Part, Section, algorithm_name
+from fastsam.lab.reproduce.table import Column, PaperTable, Part, Section
 
 _MOST_PAIRS = 4  # pairs of columns side by side: more do not fit a page
 Outcomes = Mapping[Part, Outcome]
@@ -39,7 +40,7 @@ def document(
     facts |= {"data at the paper's scale": ", ".join(table.needs)} | ({"note": table.note} if table.note else {})
     facts |= {f"failed: {name}": text for outcome in outcomes.values() for name, text in outcome.failures.items()}
     run_paths = [
-        (f"{part.title}: {run.label}, seed {run.seed}", os.path.relpath(run.run_dir, directory))
+        (f"{part.title}: {spelled(run.label)}, seed {run.seed}", os.path.relpath(run.run_dir, directory))
         for part, outcome in outcomes.items()
         for run in outcome.runs
     ]
@@ -82,7 +83,7 @@ def _block(table: PaperTable, section: Section, columns: range, outcomes: Outcom
             head += [f"{label}: paper", f"{label}: {_measured_head(table, section.columns[i], name)}"]
     rows = []
     for algorithm in table.algorithms:
-        row = [algorithm_name(algorithm)]
+        row = [spelled(algorithm)]
         for i in columns:
             for name in table.metrics:
                 text, doubts = table.published(section, i, algorithm, name)
@@ -171,7 +172,7 @@ def _part_name(table: PaperTable, part: Part) -> str:
 
 
 def _surface_label(part: Part, label: str, outcomes: Outcomes) -> str:
-    return label if len(outcomes) == 1 else f"{label}, {part.title.rpartition(', ')[2]}"
+    return spelled(label) if len(outcomes) == 1 else f"{spelled(label)}, {part.title.rpartition(', ')[2]}"
 
 
 def record(table: PaperTable, outcomes: Outcomes) -> list[dict[str, Any]]:

@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from importlib import resources
 from typing import Any
 
-from fastsam.fed.algorithms import registry
 from fastsam.fed.common.checks import nearest
 from fastsam.lab.config import ConfigError, ConfigSource, tomllib
 from fastsam.lab.run_config import TABLES
@@ -112,11 +111,6 @@ class PaperTable:
     def needs(self) -> tuple[str, ...]:
         """Return the data sets at the paper's scale."""
         return tuple(dict.fromkeys(str(part.paper["data"]) for part in self.parts))
-
-
-def algorithm_name(name: str) -> str:
-    """Return the algorithm's name as the papers spell it."""
-    return registry[name].__name__.replace("_", "-")
 
 
 def names() -> list[str]:

@@ -4,7 +4,6 @@ import re
 import shlex
 from collections import OrderedDict
 from itertools import pairwise
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,11 +15,13 @@ from tests.helpers.fed_watch import Watched
 from tests.helpers.pages import blocks
 from tests.helpers.places import ROOT
 
+pytestmark = pytest.mark.pages
+
 PAGE = (ROOT / "docs" / "algorithms.md").read_text()
 ROWS = {
-    re.search(r"--algorithm (\S+?)[ `]", line + " ")[1]: [cell.strip() for cell in line.split("|")[1:-1]]
+    match[1].lower().replace("_", "-"): [cell.strip() for cell in line.split("|")[1:-1]]
     for line in PAGE.splitlines()
-    if line.startswith("| `") and "--algorithm" in line
+    if (match := re.match(r"\| `(\w+)\(.*\)` \|", line))
 }
 NONE = "–"
 
@@ -58,7 +59,7 @@ def test_the_table_has_every_algorithm():
 @pytest.mark.parametrize("name", list(fed.algorithms.registry))
 def test_the_table_says_what_the_class_declares(name):
     cls = fed.algorithms.registry[name]()
-    _, _, _, _, _, server, client, downloads, uploads, passes, memory, _ = ROWS[name]
+    _, _, _, _, _, server, client, downloads, uploads, passes, memory = ROWS[name]
     assert ROWS[name][0] == f"`{cls!r}`"
     numbers = cls.download_vectors, cls.upload_vectors, cls.working_vectors
     assert (downloads, uploads, memory) == tuple(f"{number:g}" for number in numbers)
@@ -95,11 +96,13 @@ def test_the_table_says_what_the_class_does(name):
 
 @pytest.mark.parametrize("name", list(fed.algorithms.registry))
 def test_the_commands_are_understood(name):
-    words = shlex.split(ROWS[name][-1].strip("`"))
+    """The page says: the name in lower case, and an option as a flag."""
+    cls = fed.algorithms.registry[name]()
+    options = {key: value for key, value in vars(cls).items() if type(value) is float}
+    flags = [word for key, value in options.items() for word in (f"--{name}.{key.replace('_', '-')}", str(value))]
+    words = ["--algorithm", name, *flags]
     resolved_config = config.resolve(config.read(ROOT / "examples" / "digits.toml", words))
-    assert resolved_config.algorithm == name
-    for option in (w for w in words if w.startswith("--") and w not in ("--algorithm", "--server-lr")):
-        assert option.lstrip("-").rpartition(".")[2].replace("-", "_") in resolved_config.options
+    assert resolved_config.algorithm == name and options.items() <= resolved_config.options.items()
 
 
 def test_the_schedules_of_the_page_are_understood():
@@ -126,20 +129,24 @@ def test_the_examples_of_own_algorithms_are_what_they_say():
     for options in ({"beta": 0.5}, {"beta": 0.0, "rho": 0.3}):
         for p, q in zip(final(names["FedAvgM"](**options)), final(expected(**options))):
             assert torch.equal(p, q)
+    ifca, fedproto = (
+        import_object(f"{ROOT / 'examples' / name}", "algorithm")
+        for name in ("clusters.py:IFCA", "prototypes.py:FedProto")
+    )
     pairs = [(names["FedAvgM"](beta=0.0, rho=0.3), fed.FedSAM(rho=0.3)), (names["Scaffold"](), fed.SCAFFOLD())]
-    same_as_fedavg = (names["OwnHead"](mu=0.0), names["Plain"](), names["Sparse"](1.0), names["IFCA"](1))
+    same_as_fedavg = (names["OwnHead"](mu=0.0), names["Plain"](), names["Sparse"](1.0), ifca(1))
     for actual, built_in in (*pairs, *((algorithm, fed.FedAvg()) for algorithm in same_as_fedavg)):
         for p, q in zip(final(actual), final(built_in)):
             torch.testing.assert_close(p, q)
     assert not all(map(torch.equal, final(names["Sparse"](0.1)), final(fed.FedAvg())))
-    names |= {"data": SimpleNamespace(classes=2), "model": model}
+    shape = {"classes": 2, "features": 3}
     single_run = fed.run(model, clients[:1], fed.FedAvg(), rounds=4)
-    protos = fed.run(model, clients, names["FedProto"](mu=0.0), rounds=4, participation=1.0)
+    protos = fed.run(model, clients, fedproto(mu=0.0, **shape), rounds=4, participation=1.0)
     for p, q in zip(protos.client_model(0).parameters(), single_run.model.parameters()):
         torch.testing.assert_close(p, q)
     assert (
         protos.history[0]["train_loss"]
-        != fed.run(model, clients, names["FedProto"](mu=9.0), rounds=4, participation=1.0).history[3]["train_loss"]
+        != fed.run(model, clients, fedproto(mu=9.0, **shape), rounds=4, participation=1.0).history[3]["train_loss"]
     )
     # The received model says the same as the client's at its first step: where there is one step, nothing is distilled.
     for p, q in zip(final(names["Distilled"]()), final(fed.FedAvg())):

@@ -9,12 +9,11 @@ import pytest
 import torch
 
 from fastsam import fed
-from fastsam.fed import executors
 from tests.helpers import oracle
 from tests.helpers.fed_cases import ACTIVE, OPTIONS, run_replayed
 from tests.helpers.fed_refusals import refusals
-from tests.helpers.fed_runs import same_bits, untimed_records
-from tests.helpers.fed_seam import Reordered, Scaffold
+from tests.helpers.fed_runs import same_bits
+from tests.helpers.fed_seam import Scaffold
 
 
 @dataclass(frozen=True)
@@ -164,31 +163,6 @@ def test_a_shared_tensor_is_stored_once(tmp_path):
     fed.run(model, clients, Remembering(), rounds=1, participation=1.0, run_dir=tmp_path / "run")
     server, states = (next((tmp_path / "run" / "checkpoint").glob(f"{n}-*.safetensors")) for n in ("server", "clients"))
     assert states.stat().st_size < 1.5 * server.stat().st_size  # five clients, one past model
-
-
-@pytest.mark.parametrize(
-    "algorithm",
-    [
-        *(
-            pytest.param(algorithm_class(), marks=pytest.mark.slow if i % 2 else [])
-            for i, algorithm_class in enumerate(fed.algorithms.registry.values())
-        ),
-        Scaffold(),
-    ],
-    ids=repr,
-)
-def test_the_order_in_which_clients_run_changes_no_bit(monkeypatch, algorithm):
-    torch.manual_seed(0)
-    middle_layer = torch.nn.LayerNorm(8) if isinstance(algorithm, fed.FedBN) else torch.nn.ReLU()
-    model = torch.nn.Sequential(torch.nn.Linear(6, 8), middle_layer, torch.nn.Dropout(0.3), torch.nn.Linear(8, 3))
-    clients = oracle.ragged_clients(torch.float32, sizes=(7, 16, 1, 23, 12, 9, 4, 30))
-    momentum = 0.5 if getattr(algorithm, "local_optimizer", None) is None else 0.0
-    options = {"rounds": 3, "participation": 0.8, "weighting": "samples", "momentum": momentum}
-    plain = fed.run(model, clients, algorithm, **options)
-    monkeypatch.setitem(executors.registry, "sequential", Reordered)
-    other_result = fed.run(model, clients, algorithm, executor="sequential", **options)
-    assert same_bits(plain.model, other_result.model)
-    assert untimed_records(plain) == untimed_records(other_result)
 
 
 class Bare:

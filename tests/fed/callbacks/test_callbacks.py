@@ -2,8 +2,10 @@
 best model, and progress on a terminal."""
 
 import csv
+import io
 import json
 import logging
+import re
 import sys
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -156,6 +158,16 @@ def test_progress_of_one_run_among_many_is_its_last_line(capsys: pytest.CaptureF
         for i in range(1, 41):
             progress({"round": i, "train_loss": 0.5, "test_accuracy": None})
     assert capsys.readouterr().out.splitlines() == ["fedsam: round 40/40  loss 0.5000"]
+
+
+def test_a_line_of_80_columns_is_not_cut() -> None:
+    out = io.StringIO()
+    record = {"round": 1, "train_loss": 0.0384, "test_accuracy": 0.9361, "client_accuracy_mean": None}
+    with RunProgress(Console(file=out, force_terminal=True, width=80), "3/10, 31 s left fedsmoo-seed2", 60) as progress:
+        for number in (1, 60):
+            progress({**record, "round": number})
+    lines = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", out.getvalue())
+    assert "60/60" in lines and re.search(r"test 93.61 % \d\d:\d\d", lines) and "…" not in lines
 
 
 def test_progress_on_a_terminal_moves_a_bar(capsys: pytest.CaptureFixture) -> None:

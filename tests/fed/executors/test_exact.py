@@ -154,18 +154,6 @@ def test_an_error_of_the_receiver_leaves_no_thread_behind():
     assert not alive()
 
 
-@pytest.mark.parametrize(
-    "algorithm", [fed.FedAvg(), fed.FedSAM(rho=0.05), fed.MimeLite(), fed.FedNTD()], ids=lambda a: type(a).__name__
-)
-def test_a_model_that_draws_has_the_same_numbers_in_threads(algorithm):
-    model, drops = oracle.smooth_model(FLOAT), Drops()  # making them seeds torch's generator
-    state = torch.get_rng_state()
-    plain = digest(run(algorithm, "sequential", model=drops))
-    assert digest(run(algorithm, "threads", 3, drops)) == plain
-    assert plain != digest(run(algorithm, "sequential", model=model))
-    assert torch.equal(state, torch.get_rng_state())
-
-
 class Noisy(torch.autograd.Function):
     """Draws where no function of torch is called: in the backward pass."""
 

@@ -45,16 +45,6 @@ def train(
 
 
 @pytest.mark.usefixtures("no_cuda")
-@pytest.mark.parametrize(
-    ("options", "slots", "name"), one_in(8, [{}, {"clip_norm": 0.5, "momentum": 0.5}], [1, 3, 7], ALGORITHMS), ids=str
-)
-def test_the_order_of_work_gives_the_bits_of_the_plain_executor(options: dict, slots: int, name: str) -> None:
-    plain = train(ALGORITHMS[name], executor="sequential", **options)
-    for executor in EXECUTORS:
-        assert train(ALGORITHMS[name], executor=executor, slots=slots, **options) == plain, executor
-
-
-@pytest.mark.usefixtures("no_cuda")
 def test_a_client_with_more_steps_than_any_before() -> None:
     keywords = {"sizes": (5, 5, 40), "participation": 1.0, "local_epochs": 3}
     cases = (("sequential", {}), ("graph", {"slots": 1}), ("graph", {"slots": 2}))

@@ -116,13 +116,6 @@ def test_a_model_that_draws_has_the_numbers_of_the_plain_executor(case: str, nam
     assert torch.equal(state, torch.get_rng_state())
 
 
-@pytest.mark.parametrize("executor", ["sequential", "threads"])
-def test_the_passes_of_a_first_gradient_draw_by_client_and_round(executor: str) -> None:
-    """A client has the same bits after other clients of its round, in another number of slots, and after a resume."""
-    one = train("mimelite", executor, Drops, slots=1, participation=1.0)
-    assert one == train("mimelite", "threads", Drops, slots=3, participation=1.0)
-
-
 @pytest.mark.usefixtures("no_cuda")
 @pytest.mark.parametrize("name", ["fedsam", "mimelite"])
 @pytest.mark.parametrize("case", TREES)

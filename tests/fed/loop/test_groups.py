@@ -1,7 +1,6 @@
 """Clients that end together are closed together: the same bits as one by one, and nothing of a bad one."""
 
 import math
-from dataclasses import replace
 
 import pytest
 import torch
@@ -16,9 +15,8 @@ from fastsam.fed.executors import LocalOptions, Task
 from fastsam.fed.executors.batch_gatherer import BatchGatherer
 from fastsam.fed.sums.fixed_point import FixedPointAggregate
 from fastsam.fed.update.local_update import ClientResults
-from tests.helpers import fed_cases as cases
 from tests.helpers import oracle
-from tests.helpers.fed_runs import FLOAT, digest, excluded_clients, fixed_linear, overflow, same_bits
+from tests.helpers.fed_runs import FLOAT, digest, fixed_linear, overflow
 from tests.helpers.setups import setup_of
 from tests.helpers.sums import add_client_
 
@@ -62,81 +60,6 @@ def test_a_group_adds_what_its_good_clients_add_one_by_one(data):
 
 
 # --- runs ---
-
-
-class OneByOne:
-    """Calls the algorithm for one client after the other."""
-
-    def __init__(self, inner):
-        self._inner, self._sizes = inner, []
-
-    def __getattr__(self, name):
-        return getattr(self._inner, name)
-
-    def local_update(self, server, client, round):
-        n = len(next(iter(client.values()), [None]))
-        return [self._row(self._inner.local_update(server, self._own(client, i), round)) for i in range(n)]
-
-    def finish_client(self, server, client, results, round):
-        self._sizes.append(len(results.client_ids))
-        closed_states = [
-            self._inner.finish_client(server, self._own(client, i), results.take([i]), round)
-            for i in range(len(results.client_ids))
-        ]
-        shared_ids = set(map(id, server.values()))
-
-        def rows(client_rows):
-            return {
-                n: x if id(x) in shared_ids else torch.cat([part[n] for part in client_rows])
-                for n, x in client_rows[0].items()
-            }
-
-        states, uploads = zip(*closed_states, strict=True)
-        weight = torch.cat([torch.as_tensor(u.weight) for u in uploads]) if self._inner.sends_weights else None
-        means, totals = (rows(parts) for parts in zip(*((u.mean, u.sum) for u in uploads), strict=True))
-        return rows(states), fed.Upload(means, totals, weight=weight)
-
-    def _own(self, client, i):
-        return {name: t[i : i + 1] for name, t in client.items()}
-
-    def _row(self, step):
-        names = ("gradient_offset", "direction_vector", "dual", "server_perturbation")
-        vectors = {name: getattr(step, name) for name in names}
-        return replace(step, **{name: v[0] for name, v in vectors.items() if v is not None and v.dim() == 2})
-
-
-ALGORITHMS = [cases.METHODS[m] for m in cases.METHODS if not m.startswith(cases.NOT_STACKED)]
-
-
-RUNS = [
-    ((), {"weighting": "samples"}),
-    ((1,), {"slots": 8, "rounds": 4, "local_epochs": 2}),
-    ((0,), {"privacy": {"clip": 0.05}}),
-    ((1,), {"executor": "sequential", "slots": 1}),
-]
-
-
-# In every run one algorithm of some; the other combinations are slow.
-@pytest.mark.parametrize(
-    ("name", "fields_of_result", "bad_clients", "options"),
-    [
-        pytest.param(*algorithm, *run, marks=[] if i % (4 * len(RUNS)) == j else pytest.mark.slow)
-        for i, algorithm in enumerate(ALGORITHMS)
-        for j, run in enumerate(RUNS)
-    ],
-    ids=str,
-)
-def test_one_call_for_a_group_gives_the_bits_of_a_call_each(name, fields_of_result, bad_clients, options):
-    result = getattr(fed, name)
-    one_by_one = OneByOne(result(**fields_of_result))
-    grouped_result, single = (
-        run(algorithm, bad_clients, **options) for algorithm in (result(**fields_of_result), one_by_one)
-    )
-    assert (max(one_by_one._sizes) > 1) == ("executor" not in options)
-    assert same_bits(grouped_result.model, single.model)
-    assert excluded_clients(grouped_result) == excluded_clients(single)  # the reasons depend on the place of detection
-    assert {e["client"] for r in grouped_result.history for e in r["excluded"]} == set(bad_clients)
-    assert [r["train_loss"] for r in grouped_result.history] == [r["train_loss"] for r in single.history]
 
 
 def test_constants_are_asked_for_together_as_many_as_there_are_slots(monkeypatch):

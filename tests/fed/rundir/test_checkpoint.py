@@ -3,9 +3,6 @@ alone."""
 
 import json
 import os
-import stat
-import subprocess
-import sys
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -18,12 +15,11 @@ from fastsam import fed
 from fastsam.fed.rundir import checkpoint
 from fastsam.fed.rundir.checkpoint import RunDirectory, RunState
 from fastsam.fed.rundir.environment import float32_precision
-from fastsam.fed.rundir.manifest import read_manifest, seal
+from fastsam.fed.rundir.manifest import seal
 from fastsam.fed.sums.ranks import Ranks
 from tests.helpers import oracle
 from tests.helpers.fed_rundir import records, snapshot, start
 from tests.helpers.fed_runs import cross_entropy_until, fail, same_bits
-from tests.helpers.places import ROOT
 
 
 def test_what_a_run_leaves(tmp_path):
@@ -68,31 +64,6 @@ def test_the_start_is_in_the_checkpoint(tmp_path):
     start(tmp_path / "parts", rounds=2)
     other_model = oracle.smooth_model(seed=77)
     assert same_bits(full_run.model, start(tmp_path / "parts", rounds=4, resume=True, model=other_model).model)
-
-
-def start_killed(mode, directory, *arguments):
-    command = [sys.executable, "-m", "tests.helpers.fed_kill", mode, str(directory), *map(str, arguments)]
-    process = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False, cwd=ROOT)
-    assert process.returncode == 0, process.stderr
-    return json.loads(process.stdout.splitlines()[-1])
-
-
-@pytest.mark.slow
-def test_killed_at_random_instants(tmp_path):
-    records = start_killed("random", tmp_path, 40, 0)
-    assert set(records["resumed"]) == {records["whole"]}
-
-
-@pytest.mark.parametrize("stride", [pytest.param(1, marks=pytest.mark.slow), 15], ids=["all", "one in fifteen"])
-def test_killed_before_every_operation_on_a_file(tmp_path, stride):
-    records = start_killed("every", tmp_path, stride)
-    assert len(records["resumed"]) > 30 // stride and set(records["resumed"]) == {records["whole"]}
-
-
-@pytest.mark.slow  # tests/lab/test_cli.py sends the command one
-def test_interrupted_by_a_signal(tmp_path):
-    records = start_killed("interrupt", tmp_path)
-    assert records["resumed"] == [records["whole"]]
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
@@ -254,25 +225,6 @@ def test_a_manifest_with_other_contents(tmp_path, wrong_content):
         start(tmp_path / "run", rounds=4, resume=True)
 
 
-@pytest.mark.parametrize("stride", [pytest.param(1, marks=pytest.mark.slow), 9], ids=["all", "one per byte"])
-def test_no_flipped_bit_of_the_manifest_is_accepted(tmp_path, stride):
-    """Some flips change the key of one client to the key of another client."""
-    start(tmp_path / "run", algorithm=fed.SCAFFOLD(), rounds=1)
-    manifest = tmp_path / "run" / "checkpoint" / "manifest.json"
-    whole, content = manifest.read_bytes(), read_manifest(manifest)
-    assert len(content["clients"]) > 1
-    copy = tmp_path / "manifest.json"
-    for bit in range(0, 8 * len(whole), stride):
-        data = bytearray(whole)
-        data[bit // 8] ^= 1 << bit % 8
-        copy.write_bytes(data)
-        try:
-            result = read_manifest(copy)
-        except fed.RunDirectoryError:
-            continue
-        assert result == content, f"bit {bit}"
-
-
 @pytest.mark.parametrize("mode", ["gone", "cut", "empty", "flipped", "foreign"])
 def test_records_damaged_in_mid_run_are_written_anew(tmp_path, mode, caplog):
     path = tmp_path / "run" / "metrics.jsonl"
@@ -311,25 +263,6 @@ def test_one_of_several_ranks_rescues_nothing(tmp_path):
         directory.saved_round = 2
         directory.rescue(state)
         assert (path / "metrics.jsonl").exists() == (path / "checkpoint" / "manifest.json").exists() == (size == 1)
-
-
-def test_a_full_disk(tmp_path, monkeypatch):
-    """The file that did not fit is named, and takes no room; with some again, the run goes on in the same bits."""
-    full, real = [], os.fsync
-
-    def fsync(descriptor):
-        if full and stat.S_ISREG(os.fstat(descriptor).st_mode):
-            raise OSError(28, "No space left on device")
-        real(descriptor)
-
-    monkeypatch.setattr(os, "fsync", fsync)
-    with pytest.raises(OSError, match=r"No space left on device: '.*/run/.*'"):
-        start(tmp_path / "run", progress=lambda record: full.append(record["round"] == 1))
-    assert not list(tmp_path.rglob("*.tmp"))
-    full.clear()
-    start(tmp_path / "run", resume=True)
-    start(tmp_path / "whole")
-    assert records(tmp_path / "run") == records(tmp_path / "whole")
 
 
 @pytest.mark.parametrize("time", ["written", "synchronised"])

@@ -67,15 +67,6 @@ def test_any_number_of_ranks_ends_in_the_same_bits(tmp_path: Path, single_run: d
 
 
 @pytest.mark.slow
-def test_a_rank_that_dies_ends_the_run_and_one_process_resumes_it(tmp_path: Path, single_run: dict[str, str]) -> None:
-    began = time.monotonic()
-    failed_process = launch(2, tmp_path, algorithms="scaffold", die="1:20")
-    assert failed_process.returncode != 0 and time.monotonic() - began < 120
-    assert "SIGKILL" in failed_process.stderr
-    assert fed_ranks.train("scaffold", tmp_path, resume=True) == single_run["scaffold"]
-
-
-@pytest.mark.slow
 def test_ranks_end_with_their_launcher(tmp_path: Path, single_run: dict[str, str]) -> None:
     """Only torchrun is killed: its ranks must not train next to the ranks of a resumed run."""
     process = start(2, tmp_path, algorithms="scaffold", rounds=1000)

@@ -14,14 +14,11 @@ from .loop import Options, attendance, run
 from .momentum import FedCM, MimeLite, MoFedSAM
 from .plain import FedAdam, FedAvg, FedGSAM, FedLESAM, FedProx, FedSAM
 from .problems import (
-    QuadraticModel,
     difference,
     dropout_model,
     flat_norm,
     movement,
     pooling_model,
-    quadratic_clients,
-    quadratic_loss,
     ragged_clients,
     ragged_images,
     smooth_model,
@@ -34,7 +31,7 @@ __all__ = [
     "MOON", "SCAFFOLD", "FedAdagrad", "FedAdam", "FedAdamW", "FedAvg", "FedAvgM", "FedCM", "FedDyn", "FedExP",
     "FedGAMMA", "FedGF", "FedGMT", "FedGSAM", "FedGloSS", "FedLESAM", "FedLESAM_D", "FedLESAM_S", "FedMoSWA",
     "FedNSAM", "FedNTD", "FedNova", "FedProx", "FedRobust", "FedSAM", "FedSCAM", "FedSMOO", "FedSOL", "FedSWA",
-    "FedSpeed", "FedTOGA", "FedWMSAM", "FedYogi", "MimeLite", "MoFedSAM", "Options", "QuadraticModel", "attendance",
-    "central", "difference", "dropout_model", "flat_norm", "movement", "pooling_model", "quadratic_clients",
-    "quadratic_loss", "ragged_clients", "ragged_images", "run", "smooth_model",
+    "FedSpeed", "FedTOGA", "FedWMSAM", "FedYogi", "MimeLite", "MoFedSAM", "Options", "attendance",
+    "central", "difference", "dropout_model", "flat_norm", "movement", "pooling_model", "ragged_clients",
+    "ragged_images", "run", "smooth_model",
 ]  # fmt: skip

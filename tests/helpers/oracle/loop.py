@@ -192,13 +192,11 @@ def run(
     options: Options,
     active: Sequence[Sequence[int]],
     loss: Callable[[Tensor, Tensor], Tensor] = F.cross_entropy,
-    trace: list[Any] | None = None,
 ) -> nn.Module:
     """Train for all rounds and return the final model.
 
     Args:
         active: the clients of each round.
-        trace: a list that receives `(server, states, w)` after every round.
     """
     model = copy.deepcopy(model)
     w, states = values(model), dict[int, State]()
@@ -223,8 +221,6 @@ def run(
                 results.uploads[i] = method.finish(visit, results.delta[i])
                 states[i] = state
             w = method.serve(server, w, results)
-            if trace is not None:
-                trace.append((copy.deepcopy(server), copy.deepcopy(states), [p.clone() for p in w]))
     with torch.no_grad():
         for p, value in zip(model.parameters(), w, strict=True):
             p.copy_(value)

@@ -52,28 +52,6 @@ def ragged_images(
     return _clients((2, 6, 6), dtype, sizes, seed)
 
 
-class QuadraticModel(nn.Module):
-    """One weight vector; with `quadratic_loss`, a sample (b, s) costs `s/2 * ||w - b||^2`, so its gradient is
-    `s*(w - b)`."""
-
-    def __init__(self, w: Tensor) -> None:
-        super().__init__()
-        self.w = nn.Parameter(w.clone())
-
-    def forward(self, x: Tensor) -> Tensor:
-        return (self.w - x[:, :-1]) * x[:, -1:].sqrt()
-
-
-def quadratic_loss(out: Tensor, y: Tensor) -> Tensor:
-    return 0.5 * out.square().sum(1).mean()
-
-
-def quadratic_clients(centres: Tensor, curvatures: Tensor, copies: int = 4) -> list[Client]:
-    """Client i: `copies` samples, all with the centre `centres[i]` and the curvature `curvatures[i]`. float64."""
-    rows = [torch.cat([b, s.reshape(1)]).expand(copies, -1).clone() for b, s in zip(centres, curvatures)]
-    return [(x, torch.zeros(copies, dtype=torch.int64)) for x in rows]
-
-
 def flat_norm(tensors: Sequence[Tensor]) -> float:
     return torch.cat([t.flatten() for t in tensors]).double().norm().item()
 

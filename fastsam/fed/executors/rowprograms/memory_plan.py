@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.fx import Graph, Node
 
 from fastsam.fed.executors.graph_passes import VIEWS, arguments, memory
-from fastsam.fed.executors.replay import ROWS
+from fastsam.fed.executors.recording import ROWS
 from fastsam_kernels.rowprograms.instructions import FIRST_INPUT, OUT, SCRATCH, Input, NoFormError, RowOperand
 
 

@@ -72,7 +72,7 @@ class RowSteps:
         """Return the row programs for the batches of some blocks."""
         sizes = {size for block in blocks for size in (block.sizes[0], block.sizes[-1])}
         passes = ((size, self.replays.row_pass(size, *blocks[0].samples)) for size in sizes)
-        return {size: row_pass for size, row_pass in passes if isinstance(row_pass, RowPass)}
+        return {size: row_pass for size, row_pass in passes if row_pass is not None}
 
     def _count(self, block: ClientBlock, passes: Passes) -> int:
         """Return how many of the block's next steps can be taken natively.

@@ -13,7 +13,7 @@ from torch.fx import Graph, Node
 
 from fastsam.arena import Segment
 from fastsam.fed.executors.graph_passes import VIEWS, arguments, aten, outputs
-from fastsam.fed.executors.replay import ROWS
+from fastsam.fed.executors.recording import ROWS
 from fastsam.fed.executors.rowprograms.memory_plan import MemoryPlan, check_dtype
 from fastsam_kernels.rowprograms.instructions import (
     DIMS,
