@@ -27,6 +27,7 @@ from fastsam.fed.executors import graph_passes
 from fastsam.fed.executors.graph_passes import ProductOf
 from fastsam.fed.executors.graph_recorder import StoppedRecordingError
 from fastsam.fed.executors.recording import ROWS, CannotRecordError, Recording, difference, python_state
+from fastsam.fed.executors.rowprograms import FORMLESS
 from fastsam.fed.executors.rowprograms.row_pass import RowPass
 
 log = logging.getLogger("fastsam.fed")
@@ -72,7 +73,6 @@ class Replays:
         make_row_pass: makes a row program from a graph and the parameters of its gradients, or returns None if an
             operation has no form. None if there are no row programs.
         product_of: see `graph_passes.use_products`.
-        formless: operations that no row program has.
         max_shapes: number of shapes that are remembered. The least recently used one goes first.
     """
 
@@ -83,11 +83,10 @@ class Replays:
         layout: Layout,
         make_row_pass: Callable[[GraphModule, Sequence[int]], RowPass | None] | None = None,
         product_of: ProductOf = lambda a, b: None,
-        formless: frozenset[Any] = frozenset(),
         max_shapes: int = MAX_SHAPES,
     ) -> None:
         self.plain, self.module, self.layout, self.max_shapes = plain, module, layout, max_shapes
-        self.make_row_pass, self.product_of, self.formless = make_row_pass, product_of, formless
+        self.make_row_pass, self.product_of = make_row_pass, product_of
         self.strides = [(s.length, *s.stride) for s in layout.segments]
         self.reason: str | None = None  # why nothing is replayed any more
         self._passes: OrderedDict[Key, Pass] = OrderedDict()
@@ -168,7 +167,7 @@ class Replays:
 
     def _record(self, key: Key, weights: list[Tensor], batch: Tensors, rowwise: bool = False) -> Pass:
         """Record a pass and keep it under `key`, as a row program if `rowwise` is True."""
-        stops = self.formless if rowwise else frozenset()
+        stops = FORMLESS if rowwise else frozenset()
         replay, recording = Pass(), self._make_recording(weights, batch, stops)
         if recording is not None:
             row_pass = self.make_row_pass(recording.module, recording.slots) if rowwise and self.make_row_pass else None

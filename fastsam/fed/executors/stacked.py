@@ -92,9 +92,7 @@ class StackedPasses:
         self.lookups, self.calls = StackedLookups(), calls or SilentCalls()
         self.keeps_masks = is_hugging_face(replica.module)
         product_of = partial(ops.product_of, backend=setup.backend)
-        self.replays = Replays(
-            self.gradients, replica.module, layout, rowprograms.maker(setup), product_of, rowprograms.FORMLESS
-        )
+        self.replays = Replays(self.gradients, replica.module, layout, rowprograms.maker(setup), product_of)
 
     def run(self, rows: LocalRows, *batch: Tensor) -> tuple[Tensor, Gradients]:
         """Run a pass on the tensors of a batch, each `[rows, batch, ...]`. The losses are detached. A parameter that
