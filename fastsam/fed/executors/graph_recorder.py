@@ -23,15 +23,20 @@ class CannotRecordError(RuntimeError):
     """The pass cannot be replayed as a graph of operations; the message says why."""
 
 
+class StoppedRecordingError(CannotRecordError):
+    """The recording was stopped at an operation with which it is of no use."""
+
+
 class GraphRecorder(TorchDispatchMode):
     """A mode that runs every operation and adds it to a graph. A node has its value in `meta["val"]`.
 
-    A tensor that comes from no recorded operation is an attribute of the module.
+    A tensor that comes from no recorded operation is an attribute of the module. The recording stops at an operation of
+    `stops`.
     """
 
-    def __init__(self, inputs: Sequence[Tensor]) -> None:
+    def __init__(self, inputs: Sequence[Tensor], stops: frozenset[Any] = frozenset()) -> None:
         super().__init__()
-        self.graph, self.root = Graph(), nn.Module()
+        self.graph, self.root, self.stops = Graph(), nn.Module(), stops
         self._nodes: dict[int, Node] = {}  # by the id of the tensor
         self._tensors: list[Tensor] = []  # kept alive, because an id may be used again
         for i, x in enumerate(inputs):
@@ -41,6 +46,8 @@ class GraphRecorder(TorchDispatchMode):
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if func in self.stops:
+            raise StoppedRecordingError(f"it calls {func}")
         if torch.Tag.data_dependent_output in func.tags:
             raise CannotRecordError(f"it reads the value of a tensor ({func})")
         target = func
@@ -81,12 +88,14 @@ class GraphRecorder(TorchDispatchMode):
         return GraphModule(self.root, self.graph)
 
 
-def record(function: Callable[..., Sequence[Tensor]], inputs: Sequence[Tensor]) -> GraphModule:
+def record(
+    function: Callable[..., Sequence[Tensor]], inputs: Sequence[Tensor], stops: frozenset[Any] = frozenset()
+) -> GraphModule:
     """Return the graph of `function(*inputs)`, evaluated at the inputs.
 
-    Raises CannotRecordError if the function reads the value of a tensor.
+    Raises CannotRecordError if the function reads the value of a tensor, or calls an operation of `stops`.
     """
-    recorder = GraphRecorder(inputs)
+    recorder = GraphRecorder(inputs, stops)
     with recorder:
         outputs = function(*inputs)
     return recorder.module(outputs)

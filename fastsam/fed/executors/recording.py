@@ -6,6 +6,7 @@ from __future__ import annotations
 import operator
 import random
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,7 +22,7 @@ _PLAIN = (int, float, complex, str, bytes, bool, type(None))
 
 
 class Recording:
-    """A recording of `plain` at weights and a batch.
+    """A recording of `plain` at weights and a batch. It stops at an operation of `stops`.
 
     Attributes:
         module: its functional, evaluated graph (see `graph_passes`), from weights and batch to losses and existing
@@ -39,6 +40,7 @@ class Recording:
         plain: Callable[..., tuple[Tensor, Sequence[Tensor | None]]],
         weights: Sequence[Tensor],
         *batch: Tensor,
+        stops: frozenset[Any] = frozenset(),
     ) -> None:
         self.slots: tuple[int, ...] = ()
 
@@ -49,7 +51,7 @@ class Recording:
             return (losses, *(g for g in grads if g is not None))
 
         self.inputs = [*(w.detach() for w in weights), *(t.clone() for t in batch)]  # which the model may write
-        self.module = record(flat, self.inputs)
+        self.module = record(flat, self.inputs, stops)
         if any(map(_writes, self.module.graph.nodes)):
             with torch.no_grad():
                 self.module = record(functionalize(self.module), self.inputs)

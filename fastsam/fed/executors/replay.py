@@ -15,6 +15,7 @@ import logging
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +25,9 @@ from fastsam.arena import Layout
 from fastsam.fed.clients.samples import Tensors
 from fastsam.fed.executors import graph_passes
 from fastsam.fed.executors.graph_passes import ProductOf
+from fastsam.fed.executors.graph_recorder import StoppedRecordingError
 from fastsam.fed.executors.recording import ROWS, CannotRecordError, Recording, difference, python_state
+from fastsam.fed.executors.rowprograms import FORMLESS
 from fastsam.fed.executors.rowprograms.row_pass import RowPass
 
 log = logging.getLogger("fastsam.fed")
@@ -164,7 +167,8 @@ class Replays:
 
     def _record(self, key: Key, weights: list[Tensor], batch: Tensors, rowwise: bool = False) -> Pass:
         """Record a pass and keep it under `key`, as a row program if `rowwise` is True."""
-        replay, recording = Pass(), self._make_recording(weights, batch)
+        stops = FORMLESS if rowwise else frozenset()
+        replay, recording = Pass(), self._make_recording(weights, batch, stops)
         if recording is not None:
             row_pass = self.make_row_pass(recording.module, recording.slots) if rowwise and self.make_row_pass else None
             function: Function | None = row_pass if rowwise else self._graph_function(recording)
@@ -176,12 +180,15 @@ class Replays:
             self._passes.popitem(last=False)
         return replay
 
-    def _make_recording(self, weights: list[Tensor], batch: Tensors) -> Recording | None:
-        """Return the simplified recording of a pass, or None if it cannot be recorded. The log has the reason."""
+    def _make_recording(self, weights: list[Tensor], batch: Tensors, stops: frozenset[Any]) -> Recording | None:
+        """Return the simplified recording of a pass, or None if it cannot be recorded or stops. The log has the reason
+        for which it cannot be recorded."""
         old_state = python_state(self.module)
         try:
-            recording = Recording(self.plain, weights, *batch)
+            recording = Recording(self.plain, weights, *batch, stops=stops)
             graph_passes.simplify(recording.module.graph)
+        except StoppedRecordingError:
+            return None
         except Exception as error:  # an error of the model itself comes again, from the plain pass
             kind = "" if isinstance(error, CannotRecordError) else f"{type(error).__name__}: "
             self._log(f"{kind}{str(error).strip().partition(chr(10))[0]}")

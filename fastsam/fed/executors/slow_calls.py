@@ -39,12 +39,12 @@ class SlowCalls(SilentCalls):
 
     def __init__(self) -> None:
         self._is_first, self.names = True, set[str]()
-        self._catcher = warnings.catch_warnings(record=True)
         self._records: list[warnings.WarningMessage] = []
 
     def __enter__(self) -> None:
         if not self._is_first:
             return super().__enter__()
+        self._catcher = warnings.catch_warnings(record=True)
         records = self._catcher.__enter__()
         assert records is not None
         self._records = records
@@ -56,7 +56,7 @@ class SlowCalls(SilentCalls):
     ) -> None:
         if not self._is_first:
             return super().__exit__(kind, error, trace)
-        self._is_first = False
+        self._is_first = error is not None  # a pass that did not end has not called everything
         self._catcher.__exit__(kind, error, trace)
         for record in self._records:
             found = _WARNING.search(str(record.message))
@@ -64,7 +64,7 @@ class SlowCalls(SilentCalls):
                 self.names.add(found[1])
             else:
                 warnings.warn_explicit(record.message, record.category, record.filename, record.lineno)
-        if self.names:
+        if self.names and not self._is_first:
             log.info(
                 "torch.vmap calls %s once per client, which is slow. executor='threads' or 'graph' may be faster",
                 ", ".join(sorted(self.names)),

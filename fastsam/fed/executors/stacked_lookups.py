@@ -6,8 +6,8 @@ the table of another row, and the padding index of a row is an ordinary index of
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -29,12 +29,15 @@ class StackedLookups(TorchFunctionMode):
         super().__init__()
         self._is_used, self._shapes = False, set[Hashable]()
 
-    def of_shape(self, shape: Hashable) -> AbstractContextManager[object]:
-        """Return the context for a pass of this shape."""
-        if self._is_used or shape not in self._shapes:
-            self._shapes.add(shape)
-            return self
-        return nullcontext()
+    @contextmanager
+    def of_shape(self, shape: Hashable) -> Iterator[None]:
+        """Enter the mode for a pass of this shape if it may look up something."""
+        if not self._is_used and shape in self._shapes:
+            yield
+            return
+        with self:
+            yield
+        self._shapes.add(shape)  # not after a pass that did not end
 
     def __torch_function__(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None

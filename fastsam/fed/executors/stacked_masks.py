@@ -15,8 +15,8 @@ from torch import nn
 _LIBRARY = "transformers."
 _READS_VALUES = "data-dependent control flow"  # words of torch's error
 _ADVICE = (
-    "a Python condition reads the values of a tensor. If this is the attention mask of an encoder, pass it in the form "
-    "that is not read: batch['attention_mask'][:, None, None, :].bool()"
+    f"{_READS_VALUES}: a Python condition reads the values of a tensor. If this is the attention mask of an encoder, "
+    "pass it in the form that is not read: batch['attention_mask'][:, None, None, :].bool()"
 )
 
 

@@ -157,6 +157,17 @@ def test_writes_in_place_are_recorded_without_them():
         same(passes, form, x, y)
 
 
+def test_a_recording_for_a_row_program_stops_at_an_operation_without_a_form(monkeypatch, caplog):
+    passes, form = make_passes(nn.Sequential(nn.LayerNorm(3), nn.Linear(3, 2)))
+    assert passes.replays.make_row_pass is not None
+    monkeypatch.setattr(passes.replays, "make_row_pass", lambda *args: pytest.fail("it did not stop"))
+    x, y = torch.randn(5, 4, 3), torch.zeros(5, 4, dtype=torch.int64)
+    with caplog.at_level("INFO"):
+        for _ in range(3):
+            same(passes, form, x, y)
+    assert "not replayed" not in caplog.text
+
+
 def test_the_least_recently_used_shape_goes_first():
     passes, form = make_passes(nn.Linear(3, 2))
     replays = Replays(passes.gradients, passes.module, passes.layout, max_shapes=2)

@@ -87,3 +87,23 @@ def test_an_index_outside_of_the_table_raises(index: int, name: str) -> None:
             train(TABLES[name](), executor, data)
         with pytest.raises(fed.ClientError, match=words.format(3)):
             train(TABLES[name](), executor, data, sampler=lambda t, generator: [0, 1 if t == 2 else 3, 2])
+
+
+class Scales(Words):
+    """A model in float32 with an operation that no row program has, before its lookup."""
+
+    def __init__(self) -> None:
+        super().__init__(padding_idx=2)
+        self.float()
+
+    def forward(self, x: Tensor) -> Tensor:
+        scales = F.gelu(self.output.bias)
+        return super().forward(x) * scales
+
+
+def test_a_recording_that_stops_before_the_lookup() -> None:
+    """Two rows have the shape of the recording for a row program, which stops and has seen no lookup."""
+    model = Scales()
+    result = train(model, "vmap", clients((8, 8)), slots=2)
+    assert torch.equal(result.model.words.weight[2], model.words.weight[2]), "padding has no gradient"
+    assert (vector(result.model) - vector(train(model, "sequential", clients((8, 8))).model)).abs().max() <= 1e-6

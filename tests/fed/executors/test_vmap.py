@@ -226,8 +226,8 @@ def test_operations_that_are_called_once_per_client_are_logged_in_our_words(
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             warnings.warn("a word of the model", stacklevel=1)
-            result: torch.Tensor = self.layer(x, x)
-            return result
+            result: torch.Tensor = F.layer_norm(self.layer(x, x), (3,))  # stops the recording for a row program
+            return self.layer(result.repeat(1, 2), x)
 
     with caplog.at_level("INFO", "fastsam.fed"), warnings.catch_warnings(record=True) as records:
         warnings.simplefilter("always")

@@ -9,11 +9,22 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 
+import torch
 from torch.fx import GraphModule
 
 from fastsam import ops
 from fastsam.fed.executors.base import Setup
 from fastsam.fed.executors.rowprograms.row_pass import RowPass, row_pass
+
+aten = torch.ops.aten
+
+# Operations of forward passes that have no form. A recording for a row program stops at the first one.
+FORMLESS = frozenset(
+    {
+        *(aten.convolution.default, aten.embedding.default, aten.native_layer_norm.default),
+        *(aten.native_group_norm.default, aten.gelu.default, aten._softmax.default),
+    }
+)
 
 
 def maker(setup: Setup) -> Callable[[GraphModule, Sequence[int]], RowPass | None] | None:
