@@ -40,8 +40,10 @@ def test_curves_draw_the_lines_the_band_and_the_target(tmp_path: Path, monkeypat
     assert two.get_xydata().tolist() == [[1, 25]]
     assert set(target.get_ydata()) == {75.0}
     assert error.lines[0].get_xydata().tolist() == [[1, 87.5], [2, 75]]
+    assert accuracy.get_position().y0 == error.get_position().y0, "a single panel has its views side by side"
     assert set(error.lines[2].get_ydata()) == {25.0} and error.get_yscale() == "log"
     assert len(accuracy.collections) == 1  # the band of "two"
+    assert all(line.get_visible() for line in accuracy.get_xgridlines())
     labels = [text.get_text() for text in record["figure"].legends[0].get_texts()]
     assert labels == ["one", "two (2 seeds)", "target 75 %"]
     axis_labels = (accuracy.get_xlabel(), accuracy.get_ylabel(), error.get_ylabel())
@@ -109,6 +111,15 @@ def test_an_ablation_has_a_scale_and_levels(tmp_path: Path, monkeypatch: MonkeyP
     assert set(level.get_ydata()) == {60.0} and level.get_linestyle() == "--"
     assert line.get_xydata().tolist() == [[0.01, 25.0], [0.1, 62.5]]
     assert [text.get_text() for text in axes.get_xticklabels()] == ["0.01", "0.1"]
+
+
+@pytest.mark.parametrize(("largest_value", "scale"), [(8.0, "log"), (7.5, "linear")])
+def test_an_ablation_over_a_factor_of_8_is_logarithmic(
+    largest_value: float, scale: str, tmp_path: Path, monkeypatch: MonkeyPatch
+) -> None:
+    record = catch_figure(monkeypatch)
+    ablations.ablation({"": {"fedsam": [Point(1.0, [0.5]), Point(largest_value, [0.5])]}}, "rho", tmp_path / "a.png")
+    assert record["figure"].axes[0].get_xscale() == scale
 
 
 def test_ablation_over_what_is_no_number_joins_nothing(tmp_path: Path, monkeypatch: MonkeyPatch) -> None:

@@ -36,6 +36,7 @@ def test_the_report_has_the_papers_cells_beside_ours(table_dir: Path) -> None:
     row = next(line for line in text.splitlines() if line.startswith("| FedLESAM-D |") and "0.31x" in line)
     assert [c.strip() for c in row.split("|")[2:8:2]] == ["0.31x", "0.60x", "0.30x †1"]
     assert "†1: 0.30x the time for 0.31x the rounds contradicts" in text
+    assert "ours (digits, to 80 %)" in text and "ours (digits, to 88 %)" in text
     assert "| data | cifar10 | digits | everywhere |" in text and "| rounds | 800 | 2 | everywhere |" in text
     assert "fastsam reproduce fedlesam-table5 --scale digits --seeds 0 --rounds 2" in text
     page = (table_dir / "report.html").read_text()

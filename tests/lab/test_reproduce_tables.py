@@ -194,6 +194,13 @@ def test_flags_are_among_the_changes() -> None:
     ]
 
 
+def test_a_scaled_table_keeps_what_the_scale_does_not_change() -> None:
+    table = load("fedlesam-table2", "digits")
+    configs = [config for plan in runner.plans(table, (), [0]).values() for config in plan.configs]
+    options = [config.options for config in configs if config.algorithm == "mofedsam"]
+    assert options and all(o == {"rho": 0.1, "beta": 0.1, "momentum_K": "steps"} for o in options)
+
+
 def test_changes_name_sections_where_they_are_whole() -> None:
     table = load("fedlesam-table2", "digits")
     rows = {row[:3]: row[3] for row in runner.changes(table, runner.plans(table, (), [0]))}

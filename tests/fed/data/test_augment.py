@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fastsam import fed
 from fastsam.fed.data import AUGMENTS, FlipCrop
 from fastsam.fed.data.augment import augment_by_name
 
@@ -112,3 +113,16 @@ def test_names_and_a_users_own(tmp_path: Path) -> None:
     assert augment_by_name(f"{tmp_path / 'own.py'}:brighter")(1, None) == 2
     with pytest.raises(ValueError, match="must be callable"):
         augment_by_name(f"{tmp_path / 'own.py'}:number")
+
+
+def test_no_more_than_32_batches_are_augmented_at_once() -> None:
+    sizes = []
+
+    def augment(x: torch.Tensor, _: torch.Generator) -> torch.Tensor:
+        sizes.append(len(x))
+        return x
+
+    client = (torch.randn(71, 4), torch.arange(71) % 2)
+    data = fed.FederatedData([client], client, 2, augment=augment)
+    fed.run(torch.nn.Linear(4, 2), data, fed.FedAvg(), rounds=1, local_epochs=1, batch_size=2, lr=0.1)
+    assert sizes[-2:] == [64, 7]  # after a first trial of two samples

@@ -156,7 +156,7 @@ test_refused = refusals(
      'client 0 must be a list with one position or more, got 0'),
     (lambda: partition.own(np.arange(6) % 3, indices=[[0], [6]]),
      r"client 1 must be in 0\.\.5 \(the training set\), got 6"),
-    (lambda: partition.own(np.arange(6) % 3, indices=[[0], [-1]]), 'got -1'),
+    (lambda: partition.own(np.arange(6) % 3, indices=[[0], [5, -1]]), 'got -1'),
     (lambda: partition.own(np.arange(6) % 3, indices=[[0.0, 1.0]]), 'client 0 must be integers, got float64'),
     (lambda: partition.own(np.arange(6) % 3, indices=[[True, False]]), 'client 0 must be integers, got bool'),
     (lambda: partition.own(np.arange(6) % 3, indices=[[0, 1], [2, 1]]), 'name sample 1 more than once'),

@@ -1,5 +1,6 @@
 """Noise of a user's algorithm in rows: an error if it reaches the padding, and accepted otherwise."""
 
+import threading
 from dataclasses import dataclass
 from typing import Any
 
@@ -103,10 +104,11 @@ class Mixing(fed.Algorithm):
         return {"c": delta}, fed.Upload(mean={"delta": delta})
 
 
-def train_model(mode: str) -> fed.Result:
+def train_model(mode: str, **attributes: Any) -> fed.Result:
     clients = oracle.ragged_clients(torch.float32, (8, 8, 8))
-    model = oracle.smooth_model(torch.float32)
-    return fed.run(model, clients, Mixing(mode), rounds=2, participation=1.0, executor="vmap")
+    model, algorithm = oracle.smooth_model(torch.float32), Mixing(mode)
+    vars(algorithm).update(attributes)
+    return fed.run(model, clients, algorithm, rounds=2, participation=1.0, executor="vmap")
 
 
 @pytest.mark.parametrize(
@@ -121,6 +123,12 @@ def test_rows_that_are_mixed(mode: str, method: str, n: int) -> None:
 def test_rows_that_are_not_mixed(caplog: pytest.LogCaptureFixture) -> None:
     train_model("rows")
     assert "changed attributes" not in caplog.text
+
+
+def test_an_algorithm_that_cannot_be_copied_is_not_compared(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO", "fastsam.fed"):
+        train_model("finish_client", lock=threading.Lock())
+    assert "Mixing cannot be copied: its rows are not compared (cannot pickle" in caplog.text
 
 
 def test_attributes_that_change(caplog: pytest.LogCaptureFixture) -> None:

@@ -48,7 +48,7 @@ def on_disk(directory: Path) -> tuple[int, int]:
 
 @pytest.mark.parametrize("algorithm", [fed.FedDyn(), fed.FedLESAM(rho=0.1)], ids=lambda make: type(make).__name__)
 def test_files_hold_at_most_twice_what_lives(tmp_path: Path, algorithm: fed.Algorithm) -> None:
-    for rounds in (4, 9, 14, 19):
+    for rounds in range(1, 20):
         start(tmp_path / "run", algorithm, rounds, resume=True)
         total_bytes, live = on_disk(tmp_path / "run")
         assert 0 < live <= total_bytes <= 2 * live

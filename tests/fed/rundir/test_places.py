@@ -160,13 +160,15 @@ def test_two_runs_in_one_directory(tmp_path):
 def test_two_runs_that_begin_at_once(tmp_path):
     """Both have found no directory; one of them makes it."""
     directories = [
-        RunDirectory(tmp_path / "run", {}, torch.device("cpu"), Ranks(), lambda t: t, ExitStack()) for _ in "12"
+        RunDirectory(tmp_path / "run", {}, torch.device("cpu"), Ranks(), lambda t: t, ExitStack()) for _ in "123"
     ]
-    assert [reader.read(resume=False) for reader in directories] == [None, None]
+    assert [reader.read(resume=False) for reader in directories[:2]] == [None, None]
     state = RunState(0, {"w": torch.zeros(4)}, [])
     directories[0].start(state, {}, {})
     with pytest.raises(fed.RunDirectoryError, match="another run is working in"):
         directories[1].start(state, {}, {})
+    with pytest.raises(fed.RunDirectoryError, match="another run is working in"):
+        directories[2].read(resume=True)  # not while the other one writes
     with directories[0]._stack:
         pass
     with pytest.raises(fed.RunDirectoryError, match="another run has just begun in"):
