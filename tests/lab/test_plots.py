@@ -43,7 +43,6 @@ def test_curves_draw_the_lines_the_band_and_the_target(tmp_path: Path, monkeypat
     assert accuracy.get_position().y0 == error.get_position().y0, "a single panel has its views side by side"
     assert set(error.lines[2].get_ydata()) == {25.0} and error.get_yscale() == "log"
     assert len(accuracy.collections) == 1  # the band of "two"
-    assert all(line.get_visible() for line in accuracy.get_xgridlines())
     labels = [text.get_text() for text in record["figure"].legends[0].get_texts()]
     assert labels == ["one", "two (2 seeds)", "target 75 %"]
     axis_labels = (accuracy.get_xlabel(), accuracy.get_ylabel(), error.get_ylabel())

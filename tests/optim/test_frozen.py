@@ -154,8 +154,9 @@ def test_a_parameter_that_is_frozen_again_keeps_its_state_and_stays() -> None:
         move()
     assert [torch.equal(p, q) for p, q in zip(params, old_weights, strict=True)] == [False, True, False]
     assert torch.equal(opt.state[params[1]]["momentum_buffer"], momentum)
-    new = make_parameters([(2,)], torch.float32)
+    new, norm = make_parameters([(2,)], torch.float32), opt.grad_norm
     opt.add_param_group({"params": new})  # new buffers
+    assert norm is not None and opt.grad_norm == norm > 0
     params[1].requires_grad_(True)
     for move in (opt.first_step, opt.second_step):
         backward(params, 7)

@@ -62,6 +62,20 @@ def test_the_format_is_that_of_the_base_optimizer(name: str, backend: Backend) -
         torch.testing.assert_close(p, q, rtol=1e-13, atol=1e-13)
 
 
+@pytest.mark.parametrize(("dtype", "loaded_dtype"), [(torch.bfloat16, torch.float32), (torch.float64, torch.float64)])
+def test_loaded_momenta_have_the_dtype_of_the_arithmetic(dtype: torch.dtype, loaded_dtype: torch.dtype) -> None:
+    w = torch.nn.Parameter(torch.randn(5, dtype=dtype))
+    plain_opt = ADAM([w])
+    w.grad = torch.randn_like(w)
+    plain_opt.step()
+    opt = FusedSAM([w], ADAM)
+    opt.load_state_dict(plain_opt.state_dict())
+    assert {name: t.dtype for name, t in opt.state[w].items()} == {
+        "step": torch.float32, "exp_avg": loaded_dtype, "exp_avg_sq": loaded_dtype
+    }  # fmt: skip
+    assert same_bits([opt.state[w]["exp_avg"]], [plain_opt.state[w]["exp_avg"].to(loaded_dtype)])
+
+
 def test_a_state_dict_is_a_copy(backend: Backend) -> None:
     model = Model(torch.float32, backend.device)
     opt = FusedSAM(model.parameters(), SGD, lr=torch.tensor(0.1), momentum=0.9, backend=backend.name)
