@@ -143,6 +143,19 @@ def test_it_may_join_in_the_second_pass() -> None:
     assert same_bits(params, other_params)
 
 
+def test_a_parameter_that_joins_in_the_second_pass_leaves_the_norm_of_the_first() -> None:
+    params = make_parameters(SHAPES, torch.float32)
+    params[1].requires_grad_(False)
+    opt = FusedSAM(params, SGD, lr=0.1, rho=0.2)
+    backward(params, 0)
+    opt.first_step()
+    norm = opt.grad_norm
+    params[1].requires_grad_(True)
+    backward(params, 0)
+    opt.second_step()
+    assert norm is not None and opt.grad_norm == norm > 0
+
+
 def test_a_parameter_that_is_frozen_again_keeps_its_state_and_stays() -> None:
     params, opt = train(SAM(0.2), BASES["sgd"], (3, 0))
     momentum = opt.state[params[1]]["momentum_buffer"].clone()
@@ -154,9 +167,8 @@ def test_a_parameter_that_is_frozen_again_keeps_its_state_and_stays() -> None:
         move()
     assert [torch.equal(p, q) for p, q in zip(params, old_weights, strict=True)] == [False, True, False]
     assert torch.equal(opt.state[params[1]]["momentum_buffer"], momentum)
-    new, norm = make_parameters([(2,)], torch.float32), opt.grad_norm
+    new = make_parameters([(2,)], torch.float32)
     opt.add_param_group({"params": new})  # new buffers
-    assert norm is not None and opt.grad_norm == norm > 0
     params[1].requires_grad_(True)
     for move in (opt.first_step, opt.second_step):
         backward(params, 7)

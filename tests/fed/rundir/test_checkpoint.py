@@ -84,7 +84,7 @@ def test_whatever_ends_a_run_early_leaves_the_last_completed_round(tmp_path, err
     assert same_bits(full_run.model, resumed_result.model) and records(tmp_path / "whole") == records(tmp_path / "run")
 
 
-def test_interrupted_while_a_record_is_written(tmp_path, monkeypatch):
+def test_interrupted_while_a_record_is_written(tmp_path, monkeypatch, caplog):
     full_run = start(tmp_path / "whole", rounds=5)
     log = RunDirectory.log
 
@@ -97,6 +97,7 @@ def test_interrupted_while_a_record_is_written(tmp_path, monkeypatch):
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(RunDirectory, "log", half)
         start(tmp_path / "run", rounds=5, checkpoint_every=2)
+    assert "changed from outside" not in caplog.text
     assert [r["round"] for r in records(tmp_path / "run")] == [1, 2, 3]
     resumed_result = start(tmp_path / "run", rounds=5, checkpoint_every=2, resume=True)
     assert same_bits(full_run.model, resumed_result.model) and records(tmp_path / "whole") == records(tmp_path / "run")
