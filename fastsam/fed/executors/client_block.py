@@ -150,7 +150,8 @@ class Schedules:
 
     def of(self, task: Task, variant: StepVariant) -> BatchSchedule:
         """Return the schedule of a task's batches in steps of `variant`."""
-        shapes = [t.shape[1:] for t in task.tensors]
+        is_stored = task.setup.population.clients.store is not None  # in a store all samples are alike
+        shapes = () if is_stored else tuple(t.shape[1:] for t in task.tensors)
         key = (variant, task.samples, *shapes)
         schedule = self._known.get(key)
         if schedule is None:
