@@ -20,7 +20,7 @@ from torch.autograd import profiler
 
 from . import build, libraries
 from .constants import check_not_freed
-from .rule import UpdateOptions, pad_state
+from .rule import pad_state
 
 _TYPES = {torch.float32: 0, torch.float64: 1, torch.float16: 2, torch.bfloat16: 3}  # csrc/kernel_args.h
 FAILED = "a kernel could not run: out of memory, or torch's threads or a launch on the GPU failed"
@@ -148,24 +148,31 @@ class DirectCalls:
         _wrote(self._params)
 
     def update(
-        self, rule: str, state: Sequence[Tensor | None], grads: Sequence[Tensor], in_place: bool = False, **options: Any
+        self,
+        rule: str,
+        state: Sequence[Tensor | None],
+        grads: Sequence[Tensor],
+        in_place: bool = False,
+        *,
+        steps: Tensor | None = None,
+        init_state: bool = False,
+        write_master: bool = False,
     ) -> list[Call]:
-        """Return the calls that make `update_` (see `reference`), the first of which returns true if it failed. Of its
-        options they serve `steps`, `init_state` and `write_master`.
+        """Return the calls that make `update_` (see `reference`), the first of which returns true if it failed. They
+        serve three of its options.
 
         The calls are valid until the next `update`. They use the gradients of the last call of any method. They execute
         no line of Python code, so that no signal is handled between them. With `in_place`, weights are read from
         `params`, without a backup.
         """
         self._locate(grads)
-        x = UpdateOptions(**options)
-        places = [None if field is None else _address(field) for field in (*pad_state(state), x.steps)]
+        places = [None if field is None else _address(field) for field in (*pad_state(state), steps)]
         # Clear these first: the old calls have the address of `_state`, and an interrupt may come after it is replaced.
         self._calls = []
         self._state = (ctypes.c_void_p * len(places))(*places)
         block = self._in_place_block if in_place else self._block
         kernel, rule_address = _function("update" + self._suffix), _rule(rule, self._suffix)
-        function = partial(kernel, *block, rule_address, ctypes.addressof(self._state), x.init_state, x.write_master)
+        function = partial(kernel, *block, rule_address, ctypes.addressof(self._state), init_state, write_master)
         self._calls = [function, partial(_wrote, self._params)]
         return self._calls
 
