@@ -152,8 +152,8 @@ test-cuda: $(READY) ## the GPU kernels without a GPU: compiled, their machine co
 
 CXX_SOURCES := $(shell find csrc -name '*.cpp' -o -name '*.cu' -o -name '*.h' -o -name '*.cuh')
 
-PAGES := tests/test_docs_*.py tests/test_pictures.py tests/test_prose.py tests/bench/test_readme.py tests/test_page_code.py \
-  tests/fed/algorithms/test_docs.py
+PAGES := tests/test_docs_*.py tests/test_pictures.py tests/test_prose.py tests/test_page_code.py \
+  tests/bench/test_readme.py tests/fed/algorithms/test_docs.py
 
 check: $(READY) ## style, types, prose, import rules, the pages' words, code and pictures
 	$(BIN)/ruff check .

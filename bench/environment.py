@@ -66,7 +66,7 @@ def commit() -> str:
 
 
 def command_line(module: str) -> str:
-    """Return how this process was started, as one would type it. Of absolute paths only the last name is kept."""
+    """Return how this process was started, as one would type it. An absolute path keeps only its last name."""
     arguments = [Path(a).name if a.startswith("/") else a for a in sys.argv[1:]]
     return shlex.join(["python", "-m", module, *arguments])
 

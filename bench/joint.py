@@ -92,7 +92,7 @@ def tables(cases: Sequence[Record]) -> Iterator[str]:
 
 
 def size_place(title: str) -> int:
-    """Return the place of a race among those of the other sizes of clients; 0 for other cases."""
+    """Return the place of a race in the order of clients' sizes, or 0 for a different case."""
     return next((place for place, sizes in enumerate(SIZES) if f", {sizes}, " in title), 0)
 
 

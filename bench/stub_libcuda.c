@@ -1,6 +1,7 @@
 /* A libcuda.so.1 without a device: functions of Triton's driver, so that its loading and launching code runs.
    Each launch becomes a line of the log: kernel, blocks, threads, bytes of shared memory, architecture of the cubin,
-   function, stream, and the arguments in hexadecimal. `fake_forget` empties the log, `fake_mute` stops it, for measurements. */
+   function, stream, and the arguments in hexadecimal. `fake_forget` empties the log, `fake_mute` stops it, for
+   measurements. */
 #include <cuda.h>
 #include <elf.h>
 #include <stdarg.h>
@@ -54,7 +55,8 @@ CUresult cuDriverGetVersion(int* version) {
   return CUDA_SUCCESS;
 }
 /* Find the sizes of a kernel's parameters in the section `.nv.info.NAME` of its cubin: records of a format (4: with
-   a length), an attribute (0x17: a parameter), a length and a value, in which a parameter has its number and its size. */
+   a length), an attribute (0x17: a parameter), a length and a value, in which a parameter has its number and its
+   size. */
 static void read_parameters(const unsigned char* elf) {
   const Elf64_Ehdr* header = (const Elf64_Ehdr*)elf;
   const Elf64_Shdr* sections = (const Elf64_Shdr*)(elf + header->e_shoff);

@@ -29,7 +29,8 @@ def adapted(model: nn.Module) -> nn.Module:
     from peft import LoraConfig, get_peft_model
 
     layers = [name for name, part in model.named_modules() if isinstance(part, nn.Linear)]
-    result: nn.Module = get_peft_model(model, LoraConfig(r=RANK, lora_alpha=ALPHA, target_modules=layers))  # type: ignore[arg-type]
+    config = LoraConfig(r=RANK, lora_alpha=ALPHA, target_modules=layers)
+    result: nn.Module = get_peft_model(model, config)  # type: ignore[arg-type]
     return result
 
 

@@ -100,7 +100,9 @@ def test_the_picture_of_variants_has_the_measured_ones() -> None:
 
 @pytest.mark.parametrize("name", [*PANELS, "tutorial_federated.svg", "logo.svg"])
 def test_a_panel_has_a_fixed_width_that_a_phone_shows(name: str) -> None:
-    width, unit = re.search(r'<svg[^>]*? width="([\d.]+)(pt)?"', (pictures.FOLDER / name).read_text(), re.S).groups()  # type: ignore[union-attr]
+    size = re.search(r'<svg[^>]*? width="([\d.]+)(pt)?"', (pictures.FOLDER / name).read_text(), re.S)
+    assert size is not None
+    width, unit = size.groups()
     assert float(width) * (4 / 3 if unit else 1) <= PHONE
 
 

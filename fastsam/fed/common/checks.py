@@ -93,7 +93,7 @@ def choice(name: str, value: Any, choices: Sequence[Any]) -> Any:
 def nearest(word: str, good: Iterable[str]) -> str:
     """Return the end of a message with the word of `good` that is most like `word`, or "" if no word is.
 
-    Of words that are equally like it, the first is taken that has most letters in the same places.
+    Several words may be equally like it. Then the first with most letters in the same places is returned.
     """
     words, word = {name.lower(): name for name in good}, word.lower()
     synonyms = FOREIGN_NAMES | OTHER_NAMES

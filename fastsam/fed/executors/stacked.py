@@ -37,7 +37,7 @@ _CACHE = 4 * 2**20  # bytes of weights
 _SHARE, _FIELDS = 4, 16
 _ACTIVATIONS = 2**30  # bytes of the activations of all rows on a CPU: one number for all machines, for equal bits
 _UNKNOWN = 64  # rows for a cohort of unknown size
-_TRIAL_TOLERANCE = 0.05  # of the gradients of a row (see `agree`)
+_TRIAL_TOLERANCE = 0.05  # largest error of the gradients of a row (see `agree`)
 
 
 @contextmanager
