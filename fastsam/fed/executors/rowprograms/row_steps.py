@@ -4,6 +4,7 @@ samples. The bits equal the bits of single steps."""
 from __future__ import annotations
 
 from array import array
+from collections import defaultdict
 from collections.abc import Sequence
 
 import torch
@@ -46,6 +47,8 @@ class RowSteps:
         rule, self.store = setup.rule, setup.population.clients.store
         is_cpu = setup.device.type == "cpu"
         self.can_serve = rule is not None and (is_cpu or rule.name in _RULES_ON_CUDA)
+        self._is_native = None if self.store is None else _are_native(*self.store.tensors)
+        self._known: Passes = {}  # row programs for samples of the store, which are all alike
 
     def train(self, blocks: Sequence[ClientBlock], start: Tensor) -> list[ClientBlock]:
         """Take the next steps of each block for whose batches there are row programs. Return the other blocks.
@@ -71,8 +74,12 @@ class RowSteps:
     def _passes(self, blocks: Sequence[ClientBlock]) -> Passes:
         """Return the row programs for the batches of some blocks."""
         sizes = {size for block in blocks for size in (block.sizes[0], block.sizes[-1])}
-        passes = ((size, self.replays.row_pass(size, *blocks[0].samples)) for size in sizes)
-        return {size: row_pass for size, row_pass in passes if row_pass is not None}
+        known = self._known if self.store is not None and self.replays.reason is None else {}
+        for size in sizes - known.keys():
+            row_pass = self.replays.row_pass(size, *blocks[0].samples)
+            if row_pass is not None:
+                known[size] = row_pass
+        return {size: known[size] for size in sizes & known.keys()}
 
     def _count(self, block: ClientBlock, passes: Passes) -> int:
         """Return how many of the block's next steps can be taken natively.
@@ -80,7 +87,8 @@ class RowSteps:
         They consist of `norm_`, `perturb_`, `update_norm_` and `update_`, on samples that can be gathered natively, and
         no row is copied before a step.
         """
-        if block.gatherer is None or not _are_native(*block.samples) or not block.variant.needs <= _SUPPORTED:
+        is_native = _are_native(*block.samples) if self._is_native is None else self._is_native
+        if not is_native or block.gatherer is None or not block.variant.needs <= _SUPPORTED:
             return 0
         if any(task.snapshots for task in block.tasks):
             return 0
@@ -139,19 +147,17 @@ class RowSteps:
         clients, round = self.setup.population.clients, group[0][0].tasks[0].round
         assert self.store is not None
         sizes, offsets = clients.sizes, self.store.offsets
-        orders: dict[int, list[tuple[int, int, int, int, int]]] = {}  # by epoch
+        orders = defaultdict[int, list[tuple[int, int, int, int, int]]](list)  # by epoch
         parts, begin = [], 0
         for block, count in group:
             samples = sum(block.sizes)
             epochs = range(block.k // block.epoch, -(-(block.k + count) // block.epoch))
-            for place, task in enumerate(block.tasks):
+            for task in block.tasks:
                 client = task.client
-                for number, epoch in enumerate(epochs):
-                    line = (client, sizes[client], samples, begin + (place * len(epochs) + number) * samples,
-                            offsets[client])  # fmt: skip
-                    orders.setdefault(epoch, []).append(line)
+                for epoch in epochs:
+                    orders[epoch].append((client, sizes[client], samples, begin, offsets[client]))
+                    begin += samples
             parts.append((block, count, samples * len(epochs)))
-            begin += len(block.tasks) * len(epochs) * samples
         indices = torch.empty(begin, dtype=torch.int64)
         for epoch, lines in orders.items():
             seeds.write_orders(indices, lines, self.setup.order_seed(round, epoch))
@@ -185,7 +191,7 @@ def _keep_ends(blocks: Sequence[ClientBlock], deltas: Tensor, squares: Tensor) -
 
 def _keep_failures(blocks: Sequence[ClientBlock], failures: Tensor) -> None:
     """Keep the errors of clients that failed in their blocks."""
-    if not failures[:, 0].any():
+    if not any(failures[:, 0].tolist()):  # for a few numbers quicker than `any` of a tensor
         return
     places = [(block, place) for block in blocks for place in range(len(block.tasks))]
     for (block, place), (kind, value, step) in zip(places, failures.tolist(), strict=True):
