@@ -22,7 +22,7 @@ from bench.fed.peers import PEERS
 from bench.ncu import Absent
 from bench.questions import QUESTIONS
 
-# A case may take so many times the average share of the time left, and so many seconds in any case.
+# A case may take SHARE times the average share of the time left, and MIN_SECONDS in any case.
 SHARE, MIN_SECONDS = 3, 20.0
 ABSENT = 77  # exit code if nothing can be measured here; the last line says why
 

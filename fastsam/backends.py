@@ -90,7 +90,7 @@ def table() -> tuple[Backend, ...]:
 
 
 def backend(device: torch.device | str | None = None) -> str:
-    """Return the name of the backend that `auto` takes on `device` (default: CUDA if there is one, else the CPU)."""
+    """Return the name of the backend that `auto` takes on `device` (default: CUDA, or the CPU without CUDA)."""
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
     return select("auto", torch.device(device), torch.float32).name

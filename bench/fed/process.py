@@ -32,7 +32,7 @@ class Process:
         num_cores: number of cores that it and its descendants may use (default: all of this process).
 
     Attributes:
-        use: processors in use while it does what `order` asks for.
+        use: processors in use during the work of an `order`.
     """
 
     def __init__(

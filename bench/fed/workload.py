@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 CLASSES, SAMPLES, BATCH, LR, RHO = 10, 64, 16, 0.1, 0.05
 SHAPES = {"mlp": (64,), "cnn": (1, 28, 28)}
-FEWEST, MOST = 8, 120  # samples of a client with `sizes="unequal"`; the mean is that of equal clients
+FEWEST, MOST = 8, 120  # samples of a client with `sizes="unequal"`; the mean is 64, as for equal clients
 DIGITS = Path("build/bench/digits.npz")  # written by `write_digits`, because other environments lack the data set
 
 

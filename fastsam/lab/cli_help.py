@@ -37,7 +37,7 @@ class Parser(argparse.ArgumentParser):
         super().error(message + "".join(f"; did you mean {name!r}?" for name in suggestions))
 
 
-_OTHER_COMMANDS = {  # what a user may expect to be a command
+_OTHER_COMMANDS = {  # commands that do not exist and that a user may type
     "sweep": "fastsam compare CONFIG --sweep lr=0.05,0.1", "tune": "fastsam compare CONFIG --sweep lr=0.05,0.1",
     "train": "fastsam run CONFIG", "resume": "fastsam run CONFIG --run-dir DIR --resume", "plot": "fastsam plots DIR",
     "version": "fastsam --version", "list": "fastsam run --help algorithms",

@@ -62,7 +62,7 @@ def source(data: Any, label: str, has_collate: bool = False) -> Any:
         has_collate: a `collate` of the run takes samples.
 
     Raises:
-        ValueError: it has another form than `FORMS`.
+        ValueError: its form is none of `FORMS`.
     """
     if isinstance(data, DataLoader):
         return _of_loader(data, label, has_collate)

@@ -36,8 +36,8 @@ AUTO = "auto"
 # by row. On an H200 an MLP of 77,000 parameters takes .28 of graph's time; larger ones were not measured.
 _MAX_NUMEL = {"cpu": 2**16, "cuda": 2**20}
 _MAX_NUMEL_ROWWISE = 2**20
-# Frozen parameters have no rows in the cache, but cost as much in a forward pass. All parameters together may be so
-# many times the limit: transformers with LoRA were measured on a CPU, 2^19; GPUs are predicted.
+# Frozen parameters have no rows in the cache, but cost as much in a forward pass. All parameters together may be
+# `_FROZEN` times the limit: transformers with LoRA were measured on a CPU, 2^19; GPUs are predicted.
 _FROZEN = 8
 
 

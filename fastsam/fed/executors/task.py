@@ -235,8 +235,8 @@ class Task:
 
     @property
     def seed(self) -> int:
-        """Seed of the passes, the augmentation and the reading of the client's samples. Their order has another
-        (`Setup.orders`)."""
+        """Seed of the passes, the augmentation and the reading of the client's samples. The order of the samples
+        has a different seed (`Setup.orders`)."""
         return seeds.derive(self.setup.options.seed, "client", self.round, self.client)
 
     def pass_seed(self, step: int) -> int:

@@ -24,8 +24,8 @@ SUPPORTED = frozenset(
 
 
 class TorchRows(LocalRows):
-    """A row whose updates are steps of an optimizer of torch. The optimizer is new for each client, and so is its state
-    unless the local update has one.
+    """A row whose updates are steps of an optimizer of torch. Each client has a new optimizer. Its state is
+    new too, unless the local update has one.
 
     The optimizer gets `a*g2 + q + phi*w` of the local update rule as gradient. The kernels perturb the weights.
 

@@ -217,10 +217,10 @@ class Loop:
     ) -> dict[str, Any]:
         """Return the record of the round that ended in `state`, without measures and its seconds. `seconds_training`
         has no evaluation and measures."""
-        rates = self.settings.rates_of(round.index)
-        record = {"round": round.index + 1, "lr": rates["lr"], **of_clients}
+        lr = None if self.settings.lr is None else round.lr
+        record = {"round": round.index + 1, "lr": lr, **of_clients}
         if not isinstance(self.settings.server_lr, float):
-            record["server_lr"] = rates["server_lr"]
+            record["server_lr"] = round.server_lr
         is_evaluated = self._evaluates(round.index + 1)
         record |= self._evaluate(state) if is_evaluated else self.evaluator.empty_record()
         record |= self._traffic(round.cohort_size)
@@ -265,9 +265,14 @@ class Loop:
         """Return True if the model is evaluated after `num_rounds` rounds."""
         return num_rounds % self.settings.eval_every == 0 or num_rounds == self.settings.rounds
 
+    @cached_property
+    def _client_bytes(self) -> tuple[float, float]:
+        """The bytes that a client of a round receives and sends."""
+        extra, nbytes = [stage.traffic(self.view) for stage in self.stages], self.view.nbytes
+        down = self.algorithm.download_vectors * nbytes + sum(of_stage[0] for of_stage in extra)
+        return down, self.algorithm.upload_vectors * nbytes + sum(of_stage[1] for of_stage in extra)
+
     def _traffic(self, cohort_size: int) -> dict[str, float]:
         """Return the megabytes (1e6 bytes) that all clients of a round receive and send."""
-        extra, nbytes = [stage.traffic(self.view) for stage in self.stages], self.view.nbytes
-        bytes_down = self.algorithm.download_vectors * nbytes + sum(of_stage[0] for of_stage in extra)
-        bytes_up = self.algorithm.upload_vectors * nbytes + sum(of_stage[1] for of_stage in extra)
-        return {"megabytes_down": cohort_size * bytes_down / 1e6, "megabytes_up": cohort_size * bytes_up / 1e6}
+        down, up = self._client_bytes
+        return {"megabytes_down": cohort_size * down / 1e6, "megabytes_up": cohort_size * up / 1e6}

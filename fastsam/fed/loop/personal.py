@@ -141,7 +141,7 @@ class PersonalizedAlgorithm:
                 name: torch.stack(column) for name, column in zip(self.initial_buffers, new_buffers, strict=True)
             }
         shared_fields: dict[str, Any] = {name: self._zero_own(getattr(results, name)) for name in _MASKED}
-        shared_fields["start"] = None  # of what is shared, it is the global model
+        shared_fields["start"] = None  # the shared weights start at the global model
         state, upload = self.inner.finish_client(server, self._inner(client), replace(results, **shared_fields), round)
         return {**state, **new_state}, upload
 

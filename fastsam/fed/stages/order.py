@@ -42,9 +42,9 @@ def chain(
     `noise` is a LocalNoise, a CentralNoise or None. `numel` is the number of all parameters, and `local` a mask
     `[row_size]` of the parameters that stay with the clients, or None. `Stage` describes the hooks.
 
-    Deltas are clipped first. Next to local parameters the clip is always there, because it knows the norms of what is
-    sent. Local noise follows, so it is on all that leaves a client. Measures come before central noise, so they read
-    the true means. A run with noise has no buffers that training changes, so none are averaged.
+    Deltas are clipped first. A run with local parameters always has the clip, because the clip knows the norms of
+    the uploads. Local noise follows, so everything that leaves a client has noise. Measures come before central noise,
+    so they read the true means. A run with noise has no buffers that training changes, so none are averaged.
     """
     is_local, clip, rule = isinstance(noise, LocalNoise), settings.privacy.clip, settings.rule
     sent = numel - (0 if local is None else int(local.sum()))

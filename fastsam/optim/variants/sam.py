@@ -122,7 +122,7 @@ class SAM:
 
         With a GradScaler, g is the gradient times the scale of the first step. The scale cancels if the direction is
         homogeneous: c * g and c * state give c times the direction and c times the next state, for every c > 0. Linear
-        functions are, and so is `g * g.abs() / g.norm()`. Another function, such as `g + g.sign()`, is right only
+        functions and `g * g.abs() / g.norm()` are homogeneous. Another function, such as `g + g.sign()`, is right only
         without a GradScaler.
 
         Args:
