@@ -13,10 +13,10 @@ because an integer sum wraps in silence.
 from __future__ import annotations
 
 import math
-from collections.abc import Container, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
-from itertools import accumulate
+from itertools import accumulate, groupby
+from operator import mul
 from typing import NamedTuple
 
 import torch
@@ -102,24 +102,36 @@ def _kernels(device: torch.device) -> Kernels:
     return ops.bind("auto", device, torch.float32)  # every backend gives the same integers
 
 
-@dataclass(slots=True)
-class Term:
-    """Vectors of some clients that enter one sum with a factor.
+class Term(NamedTuple):
+    """Vectors of some clients that enter one sum.
 
     Attributes:
         sum: the sum.
         name: name of the upload.
         rows: the vectors, `[n, ...]`.
-        scale: value of a unit of weight, or None for a plain sum.
+        factors: the factor of each vector in the sum.
+        sizes: the largest absolute value of each vector, float64 `[n]` on its device, NaN if the vector is not finite.
     """
 
     sum: FixedPointSum
     name: str
     rows: Tensor
-    scale: float | None = None
+    factors: Sequence[float]
+    sizes: Tensor
 
-    def factor(self, weight: int) -> float:
-        return 1.0 if self.scale is None else weight * self.scale
+    def add(self) -> None:
+        """Add the vectors, and write their sizes. Neighbours with one factor share a call."""
+        begin = 0
+        for factor, group in groupby(self.factors):
+            part = slice(begin, begin := begin + len([*group]))
+            self.sum.add_(self.rows[part], factor, self.sizes[part])
+
+    def problems(self, sizes: Sequence[float]) -> Problems:
+        """Return the clients whose vector cannot be summed, and the reason. `sizes` are the numbers of `self.sizes`."""
+        if sum(map(mul, sizes, self.factors)) <= self.sum.limit:  # false also for NaN
+            return {}
+        found = enumerate(map(self.sum.problem_of_size, sizes, self.factors))
+        return {i: f"its {self.name!r} {problem}" for i, problem in found if problem}
 
 
 class AddedRows(NamedTuple):
@@ -127,35 +139,30 @@ class AddedRows(NamedTuple):
 
     Attributes:
         weights: the run's weights of the clients.
-        groups: for each weight the indices of the clients and their terms.
-        sizes: the largest absolute value of each vector, float64 `[clients]` on its device, NaN if the vector is not
-            finite, of all groups one after the other.
+        terms: the vectors.
     """
 
     weights: Sequence[int]
-    groups: Sequence[tuple[int, Sequence[int], Sequence[Term]]]
-    sizes: Sequence[Tensor]
+    terms: Sequence[Term]
+
+    @property
+    def sizes(self) -> list[Tensor]:
+        """The sizes of the vectors of each term."""
+        return [term.sizes for term in self.terms]
 
     def problems(self, sizes: Iterable[Sequence[float]]) -> Problems:
         """Return the clients with a vector that cannot be summed, and the reason. `sizes` are the numbers of
         `self.sizes`."""
         problems: Problems = {}
-        sizes = iter(sizes)
-        for weight, indices, terms in self.groups:
-            for term, largest in zip(terms, sizes, strict=False):
-                factor = term.factor(weight)
-                if sum(largest) * factor <= term.sum.limit:  # false also for NaN
-                    continue
-                found = {i: term.sum.problem_of_size(x, factor) for i, x in zip(indices, largest, strict=True)}
-                problems = {i: f"its {term.name!r} {problem}" for i, problem in found.items() if problem} | problems
+        for term, numbers in zip(self.terms, sizes, strict=False):
+            problems = term.problems(numbers) | problems
         return problems
 
-    def remove(self, clients: Container[int]) -> None:
+    def remove(self, clients: Iterable[int]) -> None:
         """Remove the vectors of some clients, by index. Nothing of them stays."""
-        for weight, indices, terms in self.groups:
-            for place, i in enumerate(indices):
-                for term in terms if i in clients else ():
-                    term.sum.add_(term.rows[place], -term.factor(weight))
+        for term in self.terms:
+            for i in clients:
+                term.sum.add_(term.rows[i], -term.factors[i])
 
 
 def read(parts: Sequence[Tensor]) -> list[list[float]]:
@@ -225,17 +232,16 @@ class FixedPointAggregate:
     def add(self, weights: Sequence[int], mean: Mapping[str, Tensor], total: Mapping[str, Tensor]) -> AddedRows:
         """Add the vectors of n clients, as `add_rows` does. Before anything reads the sums, `check` must remove the
         clients with a problem."""
-        terms = [Term(self._sum("mean", name, x), name, x, self._unit) for name, x in mean.items()]
-        terms += [Term(self._sum("sum", name, x), name, x) for name, x in total.items()]
-        groups, sizes = [], []
-        for weight in dict.fromkeys(weights):
-            indices = [i for i, client_weight in enumerate(weights) if client_weight == weight]
-            subset = terms if len(indices) == len(weights) else [replace(t, rows=t.rows[indices]) for t in terms]
-            groups.append((weight, indices, subset))
-            for term in subset:
-                sizes.append(torch.zeros(len(indices), dtype=torch.float64, device=term.rows.device))
-                term.sum.add_(term.rows, term.factor(weight), sizes[-1])
-        return AddedRows(weights, groups, sizes)
+        mean_factors, ones = [weight * self._unit for weight in weights], [1.0] * len(weights)
+        terms = [self._term("mean", name, x, mean_factors) for name, x in mean.items()]
+        terms += [self._term("sum", name, x, ones) for name, x in total.items()]
+        for term in terms:
+            term.add()
+        return AddedRows(weights, terms)
+
+    def _term(self, kind: str, name: str, rows: Tensor, factors: Sequence[float]) -> Term:
+        sizes = torch.zeros(len(factors), dtype=torch.float64, device=rows.device)
+        return Term(self._sum(kind, name, rows), name, rows, factors, sizes)
 
     def check(
         self,
