@@ -5,7 +5,6 @@ import os
 import stat
 import subprocess
 import sys
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ import torch
 
 from bench import ROOT
 from bench import __main__ as command
-from bench.fed import cases, cores, on_gpu, overhead, peers, process, share
+from bench.fed import cases, cores, overhead, peers, process, share
 from bench.fed.bare import Flat, Tensors
 from bench.fed.race import Entry, race
 from bench.fed.worker import Chunks
@@ -277,78 +276,6 @@ def test_the_loops_own_share_is_what_is_outside_passes_and_kernels() -> None:
     shares = share.measure(Workload("mlp", clients=4, cohort=4), 1)
     assert shares["seconds"] > 0 and 0 < shares["own_share"] < 1
     assert [getattr(owner, name) for owner, name in share.INSIDE] == functions
-
-
-def kernel(stream: int, begin: float, duration: float) -> dict[str, Any]:
-    return {"ts": begin, "dur": duration, "args": {"stream": stream}}
-
-
-@pytest.mark.parametrize(
-    ("kernels", "busy", "at_once", "streams"),
-    [
-        ([], 0.0, 0.0, 0),
-        ([kernel(7, 0, 5), kernel(7, 5, 5)], 1.0, 1.0, 1),
-        ([kernel(7, 0, 2), kernel(8, 6, 2)], 0.5, 1.0, 2),
-        ([kernel(7, 0, 10), kernel(8, 0, 10), kernel(9, 5, 5), kernel(7, 20, 0)], 0.5, 2.5, 3),
-        ([kernel(8, 2, 1), kernel(7, 0, 8)], 1.0, 9 / 8, 2),  # one inside another, and not in their order
-    ],
-)
-def test_occupation_of_a_device(kernels: list[dict[str, Any]], busy: float, at_once: float, streams: int) -> None:
-    result = on_gpu.occupation(kernels)
-    assert result == {"kernels": len(kernels), "streams": streams, "busy": busy, "at_once": at_once}
-
-
-@pytest.mark.of_each_kind
-def test_what_fails_or_has_no_time_is_named() -> None:
-    def fails(seconds: float) -> dict[str, Any]:
-        raise RuntimeError("no memory")
-
-    def items(work: Any) -> Iterator[on_gpu.Item]:
-        yield "gpu", "title", "vmap", 8, work
-
-    for work, seconds, reason in (
-        (fails, 1e9, {"problem": "RuntimeError: no memory"}), (fails, 0.0, {"absent": "no time left"}),
-        (lambda seconds: {"seconds": 2.0}, 1e9, {"seconds": 2.0}),
-    ):  # fmt: skip
-        case = next(on_gpu.measure(items(work), seconds))
-        assert reason.items() <= case["rows"][0].items() and case["name"] == "title"
-
-
-@pytest.mark.of_each_kind
-def test_jobs_cover_executors_and_models(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A process per executor and model; most clients before fewer; no more slots than torch has streams."""
-    calls: list[tuple[Any, ...]] = []
-
-    def train(load: Workload, tick: object, **options: Any) -> None:
-        calls.append((load.algorithm, options["executor"], options.get("slots")))
-
-    def time_rounds(device: str, train: on_gpu.Loop, seconds: float) -> dict[str, float]:
-        train(int)
-        return {"seconds": 1.0}
-
-    monkeypatch.setattr(on_gpu, "train_load", train)
-    monkeypatch.setattr(on_gpu, "_train_bare", lambda load, tick: None)
-    monkeypatch.setattr(on_gpu, "time_rounds", time_rounds)
-    monkeypatch.setattr(on_gpu.rowprograms, "maker", maker := on_gpu.rowprograms.maker)  # put back afterwards
-    jobs = on_gpu.jobs("cuda")
-    for model in ("cnn", "mlp"):
-        for executor in ("bare loop", "sequential", "streams", "graph", "vmap", "auto"):
-            rows = [case["rows"][0] for case in on_gpu.measure(jobs[f"{model} {executor}"](), 1e9)]
-            assert [(row["at"], row["executor"]) for row in rows] == [(n, executor) for n in (100, 100, 20, 20, 8, 8)]
-    assert ("fedsam", "streams", 31) in calls and ("fedavg", "vmap", 100) in calls and ("fedavg", "auto", None) in calls
-    assert on_gpu.rowprograms.maker is maker
-    case = next(on_gpu.measure(jobs["mlp:200 vmap, without row programs"](), 1e9))
-    assert case["title"] == "MLP:200, fedavg, by clients"
-    assert on_gpu.rowprograms.maker(None) is None
-
-
-@pytest.mark.of_each_kind
-def test_a_job_that_fails_costs_itself() -> None:
-    (case,) = on_gpu.run("no such job", "cpu", 30)
-    assert case["rows"] == [{"name": "no such job", "title": "no such job", "ours": True,
-                               "problem": "KeyError: 'no such job'"}]  # fmt: skip
-    rows = [case["rows"][0] for case in on_gpu.run("states host", "cpu", 11)]
-    assert [row["absent"] for row in rows] == ["no time left"] * 3
 
 
 # ---- what an algorithm costs

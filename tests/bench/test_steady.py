@@ -1,4 +1,4 @@
-"""Times of steady rounds: no round that captures or records is reported, and no round before it."""
+"""Times of steady rounds: no round that captures or records is reported, none before it; and the jobs of a device."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -121,3 +121,75 @@ def test_published_rounds_of_captured_epochs_are_steady() -> None:
     rows = [row for case in record["cases"] if case["title"].startswith("CNN") for row in case["rows"]]
     rows = [row for row in rows if row["executor"] == "vmap" and not records.has_failed(row)]
     assert all(row.get("times") for row in rows), rows
+
+
+# ---- what is measured of a device
+
+
+def kernel(stream: int, begin: float, duration: float) -> dict[str, Any]:
+    return {"ts": begin, "dur": duration, "args": {"stream": stream}}
+
+
+@pytest.mark.parametrize(
+    ("kernels", "busy", "at_once", "streams"),
+    [
+        ([], 0.0, 0.0, 0),
+        ([kernel(7, 0, 5), kernel(7, 5, 5)], 1.0, 1.0, 1),
+        ([kernel(7, 0, 2), kernel(8, 6, 2)], 0.5, 1.0, 2),
+        ([kernel(7, 0, 10), kernel(8, 0, 10), kernel(9, 5, 5), kernel(7, 20, 0)], 0.5, 2.5, 3),
+        ([kernel(8, 2, 1), kernel(7, 0, 8)], 1.0, 9 / 8, 2),  # one inside another, and not in their order
+    ],
+)
+def test_occupation_of_a_device(kernels: list[dict[str, Any]], busy: float, at_once: float, streams: int) -> None:
+    result = on_gpu.occupation(kernels)
+    assert result == {"kernels": len(kernels), "streams": streams, "busy": busy, "at_once": at_once}
+
+
+def test_what_fails_or_has_no_time_is_named() -> None:
+    def fails(seconds: float) -> dict[str, Any]:
+        raise RuntimeError("no memory")
+
+    def items(work: Any) -> Iterator[on_gpu.Item]:
+        yield "gpu", "title", "vmap", 8, work
+
+    for work, seconds, reason in (
+        (fails, 1e9, {"problem": "RuntimeError: no memory"}), (fails, 0.0, {"absent": "no time left"}),
+        (lambda seconds: {"seconds": 2.0}, 1e9, {"seconds": 2.0}),
+    ):  # fmt: skip
+        case = next(on_gpu.measure(items(work), seconds))
+        assert reason.items() <= case["rows"][0].items() and case["name"] == "title"
+
+
+def test_jobs_cover_executors_and_models(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process per executor and model; most clients before fewer; no more slots than torch has streams."""
+    calls: list[tuple[Any, ...]] = []
+
+    def train(load: Workload, tick: object, **options: Any) -> None:
+        calls.append((load.algorithm, options["executor"], options.get("slots")))
+
+    def time_rounds(device: str, train: on_gpu.Loop, seconds: float) -> dict[str, float]:
+        train(int)
+        return {"seconds": 1.0}
+
+    monkeypatch.setattr(on_gpu, "train_load", train)
+    monkeypatch.setattr(on_gpu, "_train_bare", lambda load, tick: None)
+    monkeypatch.setattr(on_gpu, "time_rounds", time_rounds)
+    monkeypatch.setattr(on_gpu.rowprograms, "maker", maker := on_gpu.rowprograms.maker)  # put back afterwards
+    jobs = on_gpu.jobs("cuda")
+    for model in ("cnn", "mlp"):
+        for executor in ("bare loop", "sequential", "streams", "graph", "vmap", "auto"):
+            rows = [case["rows"][0] for case in on_gpu.measure(jobs[f"{model} {executor}"](), 1e9)]
+            assert [(row["at"], row["executor"]) for row in rows] == [(n, executor) for n in (100, 100, 20, 20, 8, 8)]
+    assert ("fedsam", "streams", 31) in calls and ("fedavg", "vmap", 100) in calls and ("fedavg", "auto", None) in calls
+    assert on_gpu.rowprograms.maker is maker
+    case = next(on_gpu.measure(jobs["mlp:200 vmap, without row programs"](), 1e9))
+    assert case["title"] == "MLP:200, fedavg, by clients"
+    assert on_gpu.rowprograms.maker(None) is None
+
+
+def test_a_job_that_fails_costs_itself() -> None:
+    (case,) = on_gpu.run("no such job", "cpu", 30)
+    assert case["rows"] == [{"name": "no such job", "title": "no such job", "ours": True,
+                               "problem": "KeyError: 'no such job'"}]  # fmt: skip
+    rows = [case["rows"][0] for case in on_gpu.run("states host", "cpu", 11)]
+    assert [row["absent"] for row in rows] == ["no time left"] * 3

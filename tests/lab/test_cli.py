@@ -12,7 +12,6 @@ import sys
 import time
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from fastsam.lab import cli, examples
@@ -161,49 +160,22 @@ def test_resume_extends_a_finished_run(cwd: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "code", "message"),
+    ("arguments", "message"),
     [
-        (["run", "small.toml", "--roundz", "3"], 1, "unknown key 'roundz' (did you mean 'rounds'?)"),
-        (["run", "small.toml", "--clients", "1438"], 1, "1438 clients cannot share 1437 training samples"),
-        (["run", "small.toml", "--beta", "0.1", "--algorithm", "fedsam"], 1, "not of fedsam"),
-        (["run", "small.toml", "--data", "none.npz"], 1, "no data file none.npz"),
-        (
-            ["run", "small.toml", "--data", "bad.npz"],
-            1,
-            "training data: labels must be in 0..1 (2 classes), got 7 at position 2",
-        ),
-        (["run", "small.toml", "--data", "short.npz"], 1, "x has 3 samples and y 2 labels"),
-        (
-            ["run", "small.toml", "--model", "resnet"],
-            1,
-            "'mlp', 'emnist_cnn', 'lenet', 'resnet18_gn', 'vit_b_32' or an import path",
-        ),
-        (["run", "none.toml"], 1, "`fastsam demo --copy DIR` writes examples"),
-        (["run", "--lerning-rate", "3", "small.toml"], 1, "unknown key 'lerning_rate'"),
-        (["run", "none.toml", "--lerning-rate", "3"], 1, "unknown key 'lerning_rate'"),
-        (["compare", "small.toml"], 1, "what shall be compared"),
-        (["run"], 2, "CONFIG"),
-        (["run", "small.toml", "extra"], 2, "unrecognized arguments: extra"),
-        (["info", "--rounds", "3"], 2, "unrecognized arguments"),
-        (["walk"], 2, "invalid choice: 'walk'"),
-        (["rnu"], 2, "did you mean 'run'?"),
+        (["run"], "CONFIG"),
+        (["run", "small.toml", "extra"], "unrecognized arguments: extra"),
+        (["info", "--rounds", "3"], "unrecognized arguments"),
+        (["walk"], "invalid choice: 'walk'"),
+        (["rnu"], "did you mean 'run'?"),
+        (["sweep", "a.toml"], "compare CONFIG --sweep"),
+        (["train", "a.toml"], "fastsam run CONFIG"),
     ],
 )
-def test_bad_input_is_one_clear_message_and_nothing_is_written(
-    cwd: Path, arguments: list[str], code: int, message: str, capsys: pytest.CaptureFixture
-) -> None:
-    np.savez(cwd / "bad.npz", x=np.zeros((30, 4)), y=np.array([0, 1, 7] * 10))
-    np.savez(cwd / "short.npz", x=np.zeros((3, 4)), y=np.array([0, 1]))
-    if "bad.npz" in arguments:
-        arguments = [*arguments, "--classes", "2"]
-    try:
-        assert cli.main(arguments) == code
-    except SystemExit as error:  # argparse leaves this way
-        assert error.code == code
-    output = capsys.readouterr()
-    assert message in output.err
-    assert "Traceback" not in output.err
-    assert not (cwd / "runs").exists()
+def test_wrong_usage(arguments: list[str], message: str, capsys: pytest.CaptureFixture) -> None:
+    """What the command takes; `test_odd_input.py` has wrong values."""
+    with pytest.raises(SystemExit) as end:
+        cli.main(arguments)
+    assert end.value.code == 2 and message in capsys.readouterr().err
 
 
 def test_debug_shows_the_traceback(capsys: pytest.CaptureFixture) -> None:
@@ -345,10 +317,3 @@ def test_the_help_of_a_command_has_examples(command: str, capsys: pytest.Capture
     assert lines and all(line.startswith(f"fastsam {command}") for line in lines)
     for line in lines:  # each can be parsed
         cli.parser().parse_known_args(shlex.split(line)[1:])
-
-
-@pytest.mark.parametrize(("word", "remedy"), [("sweep", "compare CONFIG --sweep"), ("train", "fastsam run CONFIG")])
-def test_a_command_that_a_user_expects_is_named(word: str, remedy: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as end:
-        cli.main([word, "a.toml"])
-    assert end.value.code == 2 and remedy in capsys.readouterr().err

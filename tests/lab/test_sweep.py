@@ -153,12 +153,6 @@ def test_the_command_line_draws_it_all(
     assert cli.main(resume_command) == 0 and "all 2 rounds were done before" in capsys.readouterr().out
 
 
-def test_surface_needs_a_grid(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    read_config(tmp_path)
-    assert cli.main(["compare", str(tmp_path / "small.toml"), "--algorithms", "fedavg", "--surface", "1"]) == 1
-    assert "--surface needs 2 points or more, 1001 at most, got 1" in capsys.readouterr().err
-
-
 def test_bare_surface_does_not_swallow_a_flag(tmp_path: Path) -> None:
     arguments, flags = cli.parser().parse_known_args(["compare", "small.toml", "--surface", "--rounds", "2"])
     assert arguments.surface == 51 and flags == ["--rounds", "2"]

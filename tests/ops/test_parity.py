@@ -7,13 +7,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fastsam.arena import Arena, Layout
 from fastsam.backends import Backend
 from fastsam_kernels import reference, rules
 from fastsam_kernels.hparams import NUM_HPARAMS, HParam
 from tests.helpers.op_cases import (
     BACKENDS,
-    COLUMNS,
     Case,
     Memory,
     cases,
@@ -288,60 +286,3 @@ def test_update(backend: Backend, rule: str) -> None:
             update.assert_same(update.memory.read(update.params)[mask], update.w.to(case.dtype)[mask])
 
     holds()
-
-
-@pytest.mark.parametrize("rows", [1, 2])
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_real_parameters(backend: Backend, rows: int) -> None:
-    """A SAM step on channels-last, transposed, 0-dim and empty tensors against torch.optim.SGD at the perturbed
-    point."""
-    generator = torch.Generator().manual_seed(3)
-
-    def draw() -> list[Tensor]:
-        shapes = [(4, 3, 2, 2), (5, 7), (), (0, 3), (130,)]
-        tensors = [torch.randn(rows, *shape, generator=generator) for shape in shapes]
-        tensor = tensors[0].flatten(0, 1).contiguous(memory_format=torch.channels_last).unflatten(0, (rows, -1))
-        assert rows == 1 or not tensor.is_contiguous()
-        return [tensor, tensors[1].transpose(1, 2).contiguous().transpose(1, 2), *tensors[2:]]
-
-    params, g1, g2 = draw(), draw(), draw()
-    layout = Layout.from_tensors([t[0] for t in params])
-    arena = Arena(layout, rows, backend.device)
-    hparams = torch.zeros(rows, 1, NUM_HPARAMS, dtype=torch.float64)
-    for column, value in (
-        ("RHO", 0.05),
-        ("LR", 0.1),
-        ("G2_COEF", 1.0),
-        ("MOMENTUM", 0.9),
-        ("DECAY", 0.01),
-        ("NESTEROV", 1.0),
-    ):
-        hparams[..., COLUMNS[column]] = value
-
-    expected, perturbed_params = [], []
-    for row in range(rows):
-        weights = [t[row].clone().requires_grad_() for t in params]
-        optimizer = torch.optim.SGD(weights, 0.1, momentum=0.9, weight_decay=0.01, nesterov=True)
-        norm = torch.linalg.vector_norm(torch.stack([g[row].norm() for g in g1]))
-        perturbed_params.append([w.detach() + 0.05 * g[row] / norm for w, g in zip(weights, g1, strict=True)])
-        for w, g in zip(weights, g2, strict=True):
-            w.grad = g[row].clone()
-        optimizer.step()
-        expected.append([w.detach() for w in weights])
-
-    kernels, hparams = backend.load(), hparams.to(backend.device)
-    params, g1, g2 = ([t.to(backend.device) for t in operand] for operand in (params, g1, g2))
-    sumsq = torch.zeros(rows, dtype=torch.float64, device=backend.device)
-    kernels.norm_(sumsq, g1, [], layout.table, hparams)
-    kernels.perturb_(params, arena.field("backup"), g1, layout.table, hparams, sumsq, True)
-    for row in range(rows):
-        for a, b in zip(params, perturbed_params[row], strict=True):
-            torch.testing.assert_close(a[row].cpu(), b)
-    momentum = arena.field("momentum")
-    kernels.update_(params, arena.field("backup"), g2, layout.table, hparams, "sgd", [momentum], init_state=True)
-    for row in range(rows):
-        for a, b in zip(params, expected[row], strict=True):
-            torch.testing.assert_close(a[row].cpu(), b)
-    ends = [(s.offset + s.length, s.offset + s.length + (-s.length) % 16) for s in layout.segments]
-    for name in ("backup", "momentum"):
-        assert all(not arena.field(name)[:, a:b].any() for a, b in ends), f"{name}: the padding is no longer zero"

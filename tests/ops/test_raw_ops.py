@@ -129,16 +129,6 @@ def test_a_tensor_without_memory_beside_real_ones_is_an_error(name: str) -> None
     op(*(value if is_table else meta(value) for value, is_table in zip(args, table)))
 
 
-def test_a_state_too_small_overwrites_no_neighbour() -> None:
-    """A momentum of 8 numbers is followed in memory by 255 numbers of a different tensor."""
-    step = Step(shapes=[(263,)])
-    memory = torch.zeros(263)
-    args = [step.params, step.backup, step.g2, step.table, step.h, "sgd", memory[:8].view(1, 8), *[None] * 3, []]
-    with pytest.raises(RuntimeError, match="state must be a field"):
-        torch.ops.fastsam.update_.default(*args, *[None] * 4, True, False, None)
-    assert not memory.any()
-
-
 def test_steps_too_few_for_the_slots_are_an_error() -> None:
     op, _, args = wrong_call("update_", "steps", lambda steps: torch.zeros(1, 2))
     with pytest.raises(RuntimeError, match=r"at least 3 slots"):

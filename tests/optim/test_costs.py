@@ -134,20 +134,6 @@ def test_gradients_that_become_others_after_steady_steps(kind: str, half: int) -
 
 
 @native
-def test_a_parameter_that_goes_to_the_next_group_takes_its_options() -> None:
-    """The groups hold the same parameters in the same order then."""
-    params = model(3)
-    opt = FusedSAM([{"params": params[:2], "lr": 0.1}, {"params": params[2:], "lr": 0.0}], torch.optim.SGD)
-    for number in range(3):
-        step(opt, params, number)
-    first, second = opt.param_groups
-    second["params"].insert(0, first["params"].pop())
-    old_weights = [p.detach().clone() for p in params]
-    step(opt, params, 3)
-    assert [torch.equal(a, p) for a, p in zip(old_weights, params, strict=True)] == [False, True, True]
-
-
-@native
 def test_capturable_changes_nothing_on_a_cpu() -> None:
     """The step count is on the device in any case."""
     weights = []

@@ -1,7 +1,6 @@
 """Parameters that need no gradient cost nothing, and join with fresh state when they have their first one."""
 
 import gc
-from typing import Any
 
 import pytest
 import torch
@@ -107,40 +106,27 @@ def test_no_kernel_reads_or_writes_them(backend: Backend) -> None:
     assert frozen_param._version == 0
 
 
-def train(
-    sam: SAM, base: Any, frozen_until: tuple[int, int] | None, backend: str = "auto", dtype: torch.dtype = torch.float32
-) -> tuple[list[nn.Parameter], FusedSAM]:
-    """Take six steps. The second parameter is frozen before the backward pass `frozen_until` (step, pass). If it is
-    None, the parameter needs a gradient, and has none before (3, 0)."""
-    cls, options = base
-    params = make_parameters(SHAPES, dtype)
-    opt = FusedSAM(params, cls, variant=sam, backend=backend, **options)
-    start = frozen_until or (3, 0)
+def train(start: tuple[int, int], freezes: bool = True) -> tuple[list[nn.Parameter], FusedSAM]:
+    """Take six steps. The second parameter has no gradient before the backward pass `start` (step, pass). Until then it
+    is frozen, or needs one."""
+    params = make_parameters(SHAPES, torch.float32)
+    opt = FusedSAM(params, SGD, rho=0.2, **BASES["sgd"][1])
     for number in range(6):
-        passes = 2 if opt.perturbs else 1
-        for half in range(passes):
+        for half, move in enumerate((opt.first_step, opt.second_step)):
             is_late = (number, half) < start
-            params[1].requires_grad_(not (is_late and frozen_until))
+            params[1].requires_grad_(not (is_late and freezes))
             backward(params, number)
             if is_late:
                 params[1].grad = None
-            opt.first_step() if half < passes - 1 else opt.step()
+            move()
     return params, opt
 
 
 def test_it_may_join_in_the_second_pass() -> None:
     """It was not perturbed then, and is updated from where it is."""
-    params, opt = train(SAM(0.2), BASES["sgd"], (3, 1))
+    params, opt = train((3, 1))
     assert len(opt.state) == 3 and opt._engine.uninitialized_numbers() == []
-    other_params = make_parameters(SHAPES, torch.float32)
-    other_opt = FusedSAM(other_params, SGD, rho=0.2, **BASES["sgd"][1])
-    for number in range(6):
-        for half in range(2):
-            backward(other_params, number)
-            if (number, half) < (3, 1):
-                other_params[1].grad = None
-            (other_opt.second_step if half else other_opt.first_step)()
-    assert same_bits(params, other_params)
+    assert same_bits(params, train((3, 1), freezes=False)[0])
 
 
 def test_a_parameter_that_joins_in_the_second_pass_leaves_the_norm_of_the_first() -> None:
@@ -157,7 +143,7 @@ def test_a_parameter_that_joins_in_the_second_pass_leaves_the_norm_of_the_first(
 
 
 def test_a_parameter_that_is_frozen_again_keeps_its_state_and_stays() -> None:
-    params, opt = train(SAM(0.2), BASES["sgd"], (3, 0))
+    params, opt = train((3, 0))
     momentum = opt.state[params[1]]["momentum_buffer"].clone()
     params[1].requires_grad_(False)
     old_weights = copies(params)

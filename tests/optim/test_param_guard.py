@@ -106,20 +106,28 @@ def test_a_parameter_of_another_kind_at_its_address_is_seen_in_the_first_pass() 
     assert case.read_guard() is None
 
 
-def test_groups_that_become_one_take_its_options() -> None:
+REGROUPINGS: dict[str, Callable[[list[Any]], Any]] = {
+    "one group": lambda groups: groups[0]["params"].extend(groups.pop()["params"]),
+    "the next group": lambda groups: groups[1]["params"].insert(0, groups[0]["params"].pop()),
+}
+
+
+@pytest.mark.parametrize("regrouping", REGROUPINGS)
+def test_a_parameter_that_changes_its_group_takes_the_other_options(regrouping: str) -> None:
     """The parameters are the same ones in the same order then."""
     params = [nn.Parameter(torch.ones(2)) for _ in range(3)]
-    opt = FusedSAM([{"params": params[:2], "lr": 0.0}, {"params": params[2:], "lr": 0.1}], torch.optim.SGD)
+    opt = FusedSAM([{"params": params[:2], "lr": 0.1}, {"params": params[2:], "lr": 0.0}], torch.optim.SGD)
     for number in range(4):
         if number == 3:
             assert expected(opt)
-            opt.param_groups[0]["params"].extend(opt.param_groups.pop()["params"])
-            old_weights = params[2].detach().clone()
+            REGROUPINGS[regrouping](opt.param_groups)
+            old_weights = [p.detach().clone() for p in params]
         for half in (opt.first_step, opt.second_step):
             for p in params:
                 p.grad = torch.ones_like(p)
             half()
-    assert torch.equal(params[2], old_weights)
+    stay = [torch.equal(p, old) for p, old in zip(params, old_weights, strict=True)]
+    assert stay == ([False] * 3 if regrouping == "one group" else [False, True, True])
 
 
 @pytest.mark.parametrize("backend", ["auto", "foreach", "reference"])

@@ -1,9 +1,5 @@
-"""Another library's SAM: the same trajectories, and its own tests run on FusedSAM."""
+"""Another library's SAM: the same trajectories."""
 
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,11 +8,7 @@ from torch import nn
 
 from fastsam import SAM, FusedSAM
 from fastsam.optim.variants import WSAM, LookSAM
-from tests.helpers.places import HELPERS, ROOT
 from tests.helpers.sam_oracle import backward, make_parameters
-
-RUNNER = HELPERS / "peer" / "run_pytorch_optimizer.py"
-SDIST = Path(os.environ.get("FASTSAM_PEER_SDIST", ROOT / "build" / "peer" / "pytorch_optimizer-4.1.0"))
 
 SGD, ADAMW = torch.optim.SGD, torch.optim.AdamW
 MOMENTUM: dict[str, Any] = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01}
@@ -68,15 +60,3 @@ def test_the_same_trajectory_as_pytorch_optimizer(
     # a difference in the last bit grows over the steps; coupled, 4*g2 - 3*g1 multiplies it
     tolerance = {"rtol": 1e-7, "atol": 1e-7} if name == "SAM" else {"rtol": 1e-5, "atol": 1e-7}
     torch.testing.assert_close([*our_losses, *our_params], [*losses, *their_params], **tolerance)
-
-
-def test_the_tests_of_pytorch_optimizer_pass() -> None:
-    if not SDIST.exists():
-        pytest.skip(
-            f"its source distribution is not here: `python {RUNNER.relative_to(ROOT)}` fetches it and runs its tests, "
-            f"or name an unpacked one "
-            "in FASTSAM_PEER_SDIST"
-        )
-    proc = subprocess.run([sys.executable, str(RUNNER), str(SDIST), "-q"], capture_output=True, text=True, timeout=300)
-    assert proc.returncode == 0, proc.stdout + proc.stderr
-    assert "19 tests of pytorch-optimizer" in proc.stdout

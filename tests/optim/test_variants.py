@@ -1,6 +1,8 @@
 """The variants of SAM: each against its paper's equations in float64, written without fastsam; and the promises of a
 step."""
 
+import math
+
 import pytest
 import torch
 from torch import nn
@@ -22,16 +24,21 @@ from tests.helpers.variant_cases import (
     problem,
 )
 
+LIMIT = 0.3  # of a gradient's norm; most steps of the problem reach it
+
 
 @pytest.mark.parametrize(("name", "base"), one_in(2, CASES, BASES))
 def test_a_variant_is_its_papers(name: str, base: str, backend: backends.Backend) -> None:
+    """Without a limit, and with one, which clips the combined gradient."""
     if backend.device != "cpu":
         pytest.skip("the problem is on the CPU")
-    case = CASES[name]
-    for param, expected in zip(
-        make_fused(case.sam, base, 6, backend.name).params, loop(case.paper(), base, 6), strict=True
-    ):
-        torch.testing.assert_close(param.detach(), expected, rtol=1e-9, atol=1e-11)
+    case, ends = CASES[name], []
+    for limit in (None, LIMIT):
+        ends.append(loop(case.paper(), base, 6, limit or math.inf))
+        weights = make_fused(case.sam, base, 6, backend.name, max_grad_norm=limit).params
+        for param, expected in zip(weights, ends[-1], strict=True):
+            torch.testing.assert_close(param.detach(), expected, rtol=1e-9, atol=1e-11)
+    assert not any(torch.allclose(p, q, rtol=1e-3) for p, q in zip(*ends, strict=True)), "the limit was not reached"
 
 
 @pytest.mark.parametrize("exclusive", [False, True])
