@@ -31,7 +31,7 @@ from tests.helpers.places import ROOT
 ROOMS = {
     "optim": "fastsam/optim",
     "lab": "fastsam/lab",
-    **{room: f"fastsam/fed/{room}" for room in ("data", "rundir", "sums", "stages", "executors")},
+    **{room: f"fastsam/fed/{room}" for room in ("data", "rundir", "sums", "stages", "executors", "update", "loop")},
 }
 FOLDER, MAP = Path(__file__).parent / "made", ROOT / "build" / "mutants"
 COUNT = 40  # mutants a room
