@@ -115,6 +115,13 @@ def test_redraw_ends_when_a_clients_classes_are_used_up() -> None:
     assert sorted(numbers.tolist()) == list(range(20))
 
 
+def test_redraw_takes_the_remaining_classes_of_the_prior() -> None:
+    """The first class has two samples, the second hardly any weight, the third none."""
+    labels, prior = np.repeat([0, 1, 2], [2, 30, 30]), np.array([[1 - 1e-12, 1e-12, 0.0]])
+    numbers = partition.draw(labels, prior, np.array([20]), np.random.RandomState(0), "redraw")[0]
+    assert np.bincount(labels[numbers], minlength=3).tolist() == [2, 18, 0]
+
+
 def test_a_class_without_samples_is_passed_over() -> None:
     labels = np.array([0, 0, 2, 2])
     almost_all_on_the_empty_class = np.array([[1e-300, 1.0, 1e-300]])
