@@ -30,7 +30,7 @@ from tests.helpers.feature_cases import (
 )
 from tests.helpers.feature_loop import CLIP, EPOCHS, ROUNDS, SHARE, Run
 
-QUICK, ALL = 30, 300
+ALL = 300  # number of draws; `make test` runs a draw if it meets a new value of a feature
 ACTIVE = [[0, 3, 4], [1, 2, 4], [0, 1, 2, 3]]
 
 
@@ -101,8 +101,18 @@ def refusal(features: Features) -> str | None:
     return None
 
 
+def draws() -> list[Any]:
+    """Return the seeds of all draws. A seed is slow if earlier ones have met each value of its features."""
+    seeds, met = [], set[tuple[str, Any]]()
+    for seed in range(ALL):
+        values = set(vars(draw(seed)).items())
+        seeds.append(pytest.param(seed, marks=pytest.mark.slow if values <= met else []))
+        met |= values
+    return seeds
+
+
 @pytest.mark.usefixtures("no_cuda")
-@pytest.mark.parametrize("seed", [pytest.param(s, marks=[] if s < QUICK else pytest.mark.slow) for s in range(ALL)])
+@pytest.mark.parametrize("seed", draws())
 def test_features_together(seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     features = draw(seed)
     print(features)

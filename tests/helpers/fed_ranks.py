@@ -1,8 +1,7 @@
 """One rank of a run: `torchrun --nproc-per-node N -m tests.helpers.fed_ranks DIR [KEYWORD=VALUE ...]`; rank 0 prints a
 hash per algorithm.
 
-KEYWORDS: rounds, algorithms (comma-separated, of `ALGORITHMS`), executor, slots, resume, die=RANK:ROUND (that rank
-kills itself then).
+KEYWORDS: rounds, algorithms (comma-separated, of `ALGORITHMS`), executor, slots, resume.
 """
 
 import json
@@ -41,11 +40,7 @@ def train(name: str, directory: Path | None, **options: Any) -> str:
 def main() -> None:
     options = dict(pair.split("=", 1) for pair in sys.argv[2:])
     names = options.pop("algorithms", ",".join(ALGORITHMS)).split(",")
-    keywords: dict[str, Any] = {k: v if k == "executor" else json.loads(v) for k, v in options.items() if k != "die"}
-    if "die" in options:
-        rank, death_round = map(int, options["die"].split(":"))
-        if int(os.environ["RANK"]) == rank:
-            keywords["loss"] = deadly_loss(death_round)
+    keywords: dict[str, Any] = {k: v if k == "executor" else json.loads(v) for k, v in options.items()}
     for name in names:
         digest_of_run = train(name, Path(sys.argv[1]), **keywords)
         if os.environ.get("RANK", "0") == "0":

@@ -13,28 +13,20 @@ class Watched:
 
     Attributes:
         _servers: the server's states, beginning with the initial state.
-        _kept: per client, pairs of a round and the state after it.
+        _clients: the last state of each client, by id.
         _steps: all local updates.
-        _ends: in the order of training, the round, the client's result (a `ClientResults` of one) and the server's
-            state that it had received.
     """
 
     def __init__(self, inner: Any) -> None:
         self._inner = inner
         self._servers: list[dict[str, Any]] = []
-        self._kept: dict[int, list[tuple[int, dict[str, Any]]]] = {}
+        self._clients: dict[int, dict[str, Any]] = {}
         self._steps: list[Any] = []
-        self._ends: list[tuple[int, Any, dict[str, Any]]] = []
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
             raise AttributeError(name)
         return getattr(self._inner, name)
-
-    @property
-    def _clients(self) -> dict[int, dict[str, Any]]:
-        """Return the last state of each client, by id."""
-        return {client: states[-1][1] for client, states in self._kept.items()}
 
     def init_server(self, w0: Tensor) -> State:
         self._servers = [self._inner.init_server(w0)]
@@ -50,9 +42,7 @@ class Watched:
         state, upload = self._inner.finish_client(server, client, results, round)
         server_ids = {id(t) for t in server.values()}
         for i, number in enumerate(results.client_ids):
-            state_of_client = {name: t if id(t) in server_ids else t[i] for name, t in state.items()}
-            self._kept.setdefault(number, []).append((round.index, state_of_client))
-            self._ends.append((round.index, results.take([i]), server))
+            self._clients[number] = {name: t if id(t) in server_ids else t[i] for name, t in state.items()}
         return state, upload
 
     def step_server(self, server: State, aggregate: Any, round: fed.Round) -> State:

@@ -9,9 +9,6 @@ import pytest
 import torch
 
 from fastsam import fed
-from fastsam.arena import Layout
-from fastsam.fed.algorithms.fedadamw import block_means
-from fastsam.fed.update.parameter_layout import ParameterLayout
 from tests.helpers import oracle
 from tests.helpers.fed_cases import ACTIVE, run_replayed
 from tests.helpers.fed_input import start
@@ -54,14 +51,6 @@ def test_a_run_without_an_optimizer_has_adamw():
     plain = fed.run(model, clients, fed.FedAdamW(), **options)
     named = fed.run(model, clients, fed.FedAdamW(), optimizer="AdamW", lr=1e-3, **options)
     assert oracle.difference(plain.model, named.model) == 0 and plain.history[0]["lr"] == 1e-3
-
-
-def test_a_block_is_a_parameter_tensor():
-    model = oracle.smooth_model()
-    layout = ParameterLayout.from_model(model, Layout.from_tensors(list(model.parameters())))
-    row = torch.arange(layout.row_size, dtype=torch.float64)
-    expected = torch.stack([view.mean() for view in layout.unflatten(row).values()])
-    assert torch.allclose(block_means(torch.stack([row, 2 * row]), layout), torch.stack([expected, 2 * expected]))
 
 
 class Sizes(fed.FedAvg):

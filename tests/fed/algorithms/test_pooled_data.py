@@ -19,15 +19,16 @@ from tests.helpers.fed_watch import Watched
 @pytest.mark.parametrize("baseline", [fed.Centralised_SGD(), fed.Centralised_SAM(rho=0.2)])
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
 def test_the_centralised_baseline_is_training_on_the_pooled_data(baseline, momentum):
+    """It has the bits of a run of one client with the samples of all."""
     model, clients = oracle.smooth_model(), oracle.ragged_clients()
-    options = oracle.Options(rounds=3, epochs=2, lr=0.05, momentum=momentum, weight_decay=0.01, shuffle=True)
-    keywords = options.keywords()
-    trained_model = fed.run(model, clients, baseline, participation=1.0, **keywords).model
-    twin = oracle.FedSAM(baseline.rho) if isinstance(baseline, fed.Centralised_SAM) else oracle.FedAvg()
-    assert oracle.difference(trained_model, oracle.central(model, clients, twin, options)) < 1e-12
-    run_1 = [(torch.cat([x for x, _ in clients]), torch.cat([y for _, y in clients]))]
-    base = fed.FedSAM(baseline.rho) if isinstance(baseline, fed.Centralised_SAM) else fed.FedAvg()
-    assert same_bits(trained_model, fed.run(model, run_1, base, participation=1.0, **keywords).model)
+    options = {"rounds": 3, "local_epochs": 2, "participation": 1.0, "lr": 0.05, "momentum": momentum}
+    pooled_clients = [tuple(torch.cat(parts) for parts in zip(*clients, strict=True))]
+    twin = fed.FedSAM(baseline.rho) if isinstance(baseline, fed.Centralised_SAM) else fed.FedAvg()
+    actual, expected = (
+        fed.run(model, data, algorithm, **options).model
+        for data, algorithm in ((clients, baseline), (pooled_clients, twin))
+    )
+    assert same_bits(actual, expected)
 
 
 # --- The baselines on pooled data: their samples, their budget, and that the clients are still those of the evaluation.

@@ -12,6 +12,7 @@ from fastsam.fed.update.model_copy import trainable
 from fastsam.lab import config
 from tests.helpers import oracle
 from tests.helpers.fed_refusals import refusals
+from tests.helpers.fed_runs import norm_model
 from tests.helpers.places import ROOT
 
 D = fed.Direction
@@ -28,12 +29,8 @@ def start(algorithm, model=None, clients=CLIENTS, **options):
     fed.run(model or oracle.smooth_model(), clients, algorithm, **{"rounds": 1, **options})
 
 
-def norm_model():
-    return torch.nn.Sequential(torch.nn.Linear(6, 7), torch.nn.BatchNorm1d(7), torch.nn.Linear(7, 3)).double()
-
-
 def start_normalised(algorithm, **options):
-    start(algorithm, norm_model(), EVEN, participation=1.0, **options)
+    start(algorithm, norm_model().double(), EVEN, participation=1.0, **options)
 
 
 def radius_of_round_4(value):

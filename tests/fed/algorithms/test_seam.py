@@ -136,16 +136,6 @@ def test_a_radius_of_pilots_is_a_number_for_each_client(executor, radius, got):
         fed.run(oracle.smooth_model(), oracle.ragged_clients(), Wrong(), rounds=1, executor=executor)
 
 
-def test_the_clip_scopes_differ_only_with_a_proximal_term():
-    model, clients = oracle.smooth_model(), oracle.ragged_clients()
-
-    def final(algorithm, scope):
-        return fed.run(model, clients, algorithm, rounds=2, clip_norm=0.05, clip_scope=scope).model
-
-    assert same_bits(final(fed.FedSAM(), "full"), final(fed.FedSAM(), "linear"))
-    assert not same_bits(final(fed.FedProx(phi=0.5), "full"), final(fed.FedProx(phi=0.5), "linear"))
-
-
 @pytest.mark.parametrize("rho", [None, 0.2])
 @pytest.mark.parametrize("options", ["plain", "decay", "momentum", "clip-active"])
 def test_control_variates(options, rho):
@@ -193,7 +183,6 @@ def start_finish(make):
 
 test_refused = refusals(
     (lambda: start(fed.FedSAM), r"FedSAM\(\.\.\.\), not FedSAM"),
-    (lambda: start("fedsam"), r"got the name 'fedsam': write fed.FedSAM\(\)"),
     (lambda: start(Bare()), "init_server, init_client"),
     (lambda: start(algorithm_of(init_server=lambda self, w0: w0)), "init_server must return a dict.*Tensor"),
     (lambda: start(algorithm_of(init_server=lambda self, w0: {"w": w0[:5]})), r"init_server must return 'w'.*\[5\]"),

@@ -10,7 +10,6 @@ import torch
 import torch.nn.functional as F
 
 from fastsam import fed
-from fastsam.fed.algorithms.distillation import divergence
 from fastsam.fed.executors import cuda
 from fastsam.fed.executors.task import ClientLoop, Task
 from tests.helpers import oracle
@@ -94,26 +93,6 @@ def test_records_have_the_loss_of_the_data():
     assert run(fed.FedNTD(beta=50.0), rounds=1, local_epochs=1, batch_size=64).history[0][
         "train_loss"
     ] == pytest.approx(run(fed.FedAvg(), rounds=1, local_epochs=1, batch_size=64).history[0]["train_loss"])
-
-
-def test_the_divergence_is_torchs():
-    torch.manual_seed(0)
-    outputs, teacher_outputs = torch.randn(2, 6, 4, dtype=torch.float64)
-    outputs.requires_grad_()
-    expected = 9 * F.kl_div(F.log_softmax(outputs / 3, 1), F.softmax(teacher_outputs / 3, 1), reduction="batchmean")
-    result = divergence(outputs, teacher_outputs, 3.0)
-    torch.testing.assert_close(result, expected)
-    torch.testing.assert_close(torch.autograd.grad(result, outputs), torch.autograd.grad(expected, outputs))
-    assert divergence(teacher_outputs, teacher_outputs, 2.0) == 0
-    # Classes are the second dimension. Excluded classes get no gradient.
-    class_mask = torch.zeros(6, 4, dtype=torch.bool)
-    class_mask[:, 0] = True
-    outputs = outputs.detach().requires_grad_()
-    torch.testing.assert_close(
-        divergence(outputs, teacher_outputs, 1.0, class_mask), divergence(outputs[:, 1:], teacher_outputs[:, 1:])
-    )
-    (slope,) = torch.autograd.grad(divergence(outputs, teacher_outputs, 1.0, class_mask), outputs)
-    assert slope.isfinite().all() and (slope[:, 0] == 0).all() and (slope[:, 1:] != 0).any()
 
 
 def test_the_first_step_of_fedsol_is_fedavgs():
@@ -214,11 +193,7 @@ def test_a_loop_may_restore_the_weights_and_measure_from_elsewhere():
 
     result = run(Loop(loop, SAM), rounds=1, participation=1.0, server_lr=1.0)
     assert records["perturbed"]
-    assert (
-        oracle.difference(result.model, torch.nn.Module())
-        if False
-        else not any(p.abs().sum() > 1e-12 for p in result.model.parameters())
-    ), "every delta is -w"
+    assert not any(p.abs().sum() > 1e-12 for p in result.model.parameters()), "every delta is -w"
 
 
 def by_perturbations_without_steps(client):
@@ -309,8 +284,3 @@ def test_every_tensor_that_a_loop_reads_is_recorded_on_its_stream():
     update = fed.LocalUpdate(fed.Direction.PATH, direction_vector=e, gradient_offset=q, start=start)
     task = Task(0, None, 0, 0.1, update, loop=ClientLoop(default, [w, v]))
     assert {id(t) for t in (q, e, start, w, v)} <= {id(t) for t in cuda.vectors(task)}
-
-
-def test_moon_is_fedavg_in_a_clients_first_round():
-    options = {"rounds": 1, "participation": 1.0}
-    assert same_bits(run(fed.MOON(mu=5.0), **options).model, run(fed.FedAvg(), **options, executor="sequential").model)

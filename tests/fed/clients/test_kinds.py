@@ -15,14 +15,13 @@ from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
 from fastsam import fed
-from fastsam.fed.clients import packed_samples, population
+from fastsam.fed.clients import packed_samples
 from fastsam.fed.clients import prepare as preparing
 from fastsam.fed.clients.all_clients import PairClients
 from fastsam.fed.clients.pairs import ALIGNMENT, all_finite
-from fastsam.fed.clients.population import Population, check_labels
+from fastsam.fed.clients.population import Population
 from fastsam.fed.clients.prepare import prepare
 from fastsam.fed.clients.samples import TensorSamples
-from tests.helpers import oracle
 from tests.helpers.fed_kinds import KINDS, OfParts, Rows, in_another_collate, model, pairs, run, weights
 from tests.helpers.fed_runs import excluded_clients
 
@@ -189,9 +188,6 @@ def test_a_resumed_run_knows_its_data_again(tmp_path: Any) -> None:
 # --- Many clients are looked at together: what a run does before its first round does not call torch for each of them.
 
 
-MANY = 2000
-
-
 def clients(sizes: list[int]) -> list[tuple[Tensor, Tensor]]:
     generator = torch.Generator().manual_seed(0)
     return [(torch.randn(n, 3, generator=generator), torch.arange(n) % 3) for n in sizes]
@@ -201,20 +197,6 @@ def one_by_one(pairs: list[tuple[Tensor, Tensor]], monkeypatch: MonkeyPatch) -> 
     with monkeypatch.context() as patch:
         patch.setattr(preparing, "_pack", lambda *arguments: None)
         return prepare(pairs, None, torch.float32, CPU)
-
-
-def test_clients_are_checked_once_together(monkeypatch: MonkeyPatch) -> None:
-    calls: list[str] = []
-    checked, ranges = preparing.checked_pair, population._check_range
-    monkeypatch.setattr(
-        preparing, "checked_pair", lambda pair, owner, *a: calls.append(owner) or checked(pair, owner, *a)
-    )
-    monkeypatch.setattr(
-        population, "_check_range", lambda y, owner, *rest: calls.append(owner) or ranges(y, owner, *rest)
-    )
-    data = clients([4] * MANY)
-    check_labels(prepare(data, data[0], torch.float32, CPU), 3)
-    assert calls == ["all clients", "the test set", "the test set"]
 
 
 @pytest.mark.parametrize("sizes", [[4, 1, 9, 3], [16, 32, 16], [1]], ids=str)
@@ -231,16 +213,6 @@ def test_pairs_together_equal_pairs_one_by_one(sizes: list[int], dtype: torch.dt
             assert a.dtype == b.dtype and torch.equal(a, b) and a.data_ptr() % ALIGNMENT == 0
     assert torch.equal(actual.store.x, expected.store.x) and torch.equal(actual.store.y, expected.store.y)
     assert pair[0].fingerprint() == Population(PairClients(expected.pairs), CPU).fingerprint(), "older checkpoints"
-
-
-def test_a_run_of_many_clients_is_that_of_clients_one_by_one(monkeypatch: MonkeyPatch) -> None:
-    data = [(x, y) for x, y in oracle.ragged_clients(torch.float32, [3] * 40)]
-    options = {"rounds": 2, "participation": 0.3, "test": data[0]}
-    actual = fed.run(oracle.smooth_model(torch.float32), data, fed.FedAvg(), **options)
-    monkeypatch.setattr(preparing, "_pack", lambda *arguments: None)
-    expected = fed.run(oracle.smooth_model(torch.float32), data, fed.FedAvg(), **options)
-    assert [r["client_accuracy_mean"] for r in actual.history] == [r["client_accuracy_mean"] for r in expected.history]
-    assert all(torch.equal(a, b) for a, b in zip(actual.model.parameters(), expected.model.parameters(), strict=True))
 
 
 def calls_before_the_first_round(large_count: int) -> int:

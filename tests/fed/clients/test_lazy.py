@@ -171,14 +171,6 @@ def test_no_more_than_asked_for_are_loaded_ahead(maximum: int) -> None:
     assert ahead.take(20) == 200 and ahead.take(1) == 10 and starts.count(1) == 2, "the others were forgotten"
 
 
-def test_what_a_load_raises_comes_out_where_its_client_is_asked_for() -> None:
-    ahead = Prefetcher(lambda i: 1 // i)
-    ahead.prefetch([0, 1], 2)
-    assert ahead.take(1) == 1
-    with pytest.raises(ZeroDivisionError):
-        ahead.take(0)
-
-
 def test_weights_by_samples_and_a_resume(tmp_path: Any) -> None:
     options: dict[str, Any] = {"weighting": "samples", "executor": "sequential"}
     plain = run(pairs(), rounds=3, **options)

@@ -88,18 +88,6 @@ def test_the_simulator_draws_with_the_next_seed_while_nobody_takes_part():
     ]
 
 
-def test_the_papers_sampling_as_a_callable():
-    """FL-Simulator's: np.random.seed(t + 20), u <= ratio. Its counts of active clients are known."""
-
-    def papers(round, generator):
-        return np.flatnonzero(np.random.RandomState(round + 20).uniform(size=100) <= 0.1)
-
-    x, y = torch.randn(2, 6, dtype=torch.float64), torch.tensor([0, 1])
-    result = fed.run(oracle.smooth_model(), [(x, y)] * 100, fed.FedAvg(), rounds=10, sampler=papers)
-    assert [r["clients"] for r in result.history] == [7, 7, 11, 11, 7, 11, 7, 7, 8, 10]
-    assert sampling.draw(papers, 0, 0) == [4, 15, 33, 61, 69, 80, 92]
-
-
 @pytest.mark.parametrize("kind", [list, tuple, set, np.array, torch.tensor, iter])
 def test_a_callable_may_return_any_iterable(kind):
     model, clients = oracle.smooth_model(), oracle.ragged_clients()

@@ -49,33 +49,6 @@ def test_digits_are_read_without_scikit_learns_functions(monkeypatch: pytest.Mon
     assert torch.equal(handwritten.load()[0], result[0])
 
 
-def test_digits_are_the_real_images_with_their_labels() -> None:
-    from sklearn.datasets import load_digits
-
-    pixels, labels = load_digits(return_X_y=True)
-    data = digits(split="iid")
-    train_x = torch.cat([x for x, _ in data]).flatten(1).numpy()
-    records = {row.tobytes() for row in np.rint(_undo(train_x, pixels)).astype(np.uint8)}
-    records |= {row.tobytes() for row in np.rint(_undo(data.test[0].flatten(1).numpy(), pixels)).astype(np.uint8)}
-    assert records == {row.tobytes() for row in pixels.astype(np.uint8)}
-    pairs = {row.tobytes(): label for row, label in zip(pixels.astype(np.uint8), labels, strict=True)}
-    for x, y in [*data, data.test]:
-        rows = np.rint(_undo(x.flatten(1).numpy(), pixels)).astype(np.uint8)
-        assert [pairs[row.tobytes()] for row in rows] == y.tolist()
-
-
-def _undo(values: np.ndarray, pixels: np.ndarray) -> np.ndarray:
-    """Return the pixels with the scale of the training part, which this test takes from the data set."""
-    train, _ = stratified_test(np.asarray(_labels()), 0.2)
-    return values * pixels[train].std() + pixels[train].mean()
-
-
-def _labels() -> np.ndarray:
-    from sklearn.datasets import load_digits
-
-    return load_digits(return_X_y=True)[1]
-
-
 def test_digits_test_set_does_not_move_with_the_split() -> None:
     a, b = digits(clients=10, seed=1), digits(clients=100, alpha=5.0, seed=2)
     assert torch.equal(a.test[0], b.test[0]) and torch.equal(a.test[1], b.test[1])

@@ -11,12 +11,12 @@ from torch import Tensor, nn
 
 from fastsam import fed
 from fastsam.fed import executors
-from fastsam.fed.executors import graph_lanes, lane_rows, streams
+from fastsam.fed.executors import graph_lanes, streams
 from fastsam.fed.executors.cuda import CaptureError
 from fastsam.fed.executors.graph_lanes import Chunk, cut
 from fastsam.fed.update.local_update import Direction, LocalUpdate
 from tests.helpers import oracle
-from tests.helpers.fake_cuda import FakeCuda, FakeGenerator, FakeStream, Watch
+from tests.helpers.fake_cuda import FakeCuda, FakeStream, Watch
 from tests.helpers.fed_runs import digest, excluded_clients
 from tests.helpers.setups import ends_of, oracle_tasks
 
@@ -201,35 +201,6 @@ def test_streams_that_end_together_close_together() -> None:
 
 
 # ---- planted races
-
-
-def skip_event(monkeypatch: MonkeyPatch) -> None:
-    """Lanes do not wait for the memory that is written when they are opened."""
-    monkeypatch.setattr(FakeStream, "wait_event", lambda stream, event: None)
-
-
-def allocate_in_lanes(monkeypatch: MonkeyPatch) -> None:
-    """The first lane that needs a field allocates it for all."""
-    monkeypatch.setattr(lane_rows, "_late_fields", lambda variant: [])
-
-
-def share_generator(monkeypatch: MonkeyPatch) -> None:
-    """All lanes draw from one state."""
-    monkeypatch.setattr(FakeGenerator, "clone_state", lambda generator: generator)
-
-
-@pytest.mark.parametrize("plant", [skip_event, allocate_in_lanes, share_generator])
-def test_a_planted_race_is_found(plant: Any, monkeypatch: MonkeyPatch) -> None:
-    update, draws = LocalUpdate(Direction.GRADIENT_BY_DRIFT, rho=0.05), plant is share_generator
-    options = {"model": drops(), "facts": DROPOUT} if draws else {}
-    tasks, start, setup = oracle_tasks((10, 10, 10), update=update, **options)
-    with Watch():
-        list(executors.registry["graph"](setup).train(start, [], iter(tasks)))
-    cls = executors.registry["graph"](setup)
-    plant(monkeypatch)
-    cls = executors.registry["graph"](setup) if draws else cls
-    with Watch(), pytest.raises((AssertionError, fed.ClientError), match="(reads|writes) .*before it is sure"):
-        list(cls.train(start, [], iter(tasks)))
 
 
 # ---- errors

@@ -284,12 +284,6 @@ def test_fednova_normalises_by_the_optimizers_momentum(options):
     )
 
 
-def test_fednova_with_momentum_of_torch_is_fednova_with_momentum_of_the_kernels():
-    make = partial(torch.optim.SGD, lr=0.02, momentum=0.9)
-    results = run(fed.FedNova(), make), run(fed.FedNova(), None, lr=0.02, momentum=0.9)
-    assert oracle.difference(*(result.model for result in results)) < 1e-12
-
-
 def test_finetune_trains_with_the_optimizer_of_the_run():
     clients, make = oracle.ragged_clients(), partial(torch.optim.AdamW, lr=0.02)
     test = clients[0]
@@ -305,12 +299,6 @@ def test_finetune_trains_with_the_optimizer_of_the_run():
     fed.finetune(result, clients[:1], test=test)
     fed.finetune(result, clients[:1], test=test, lr=0.5)
     assert set(rates) == {0.02, 0.5}
-
-
-def test_sgd_of_torch_is_the_kernels_sgd():
-    for algorithm in (fed.SCAFFOLD(), fed.MoFedSAM(), fed.FedRep(), fed.FedNTD()):
-        with_torch, with_kernels = train(algorithm, "SGD"), train(algorithm, None)
-        assert oracle.difference(with_torch, with_kernels) < 1e-12, algorithm
 
 
 def test_a_parameter_that_a_client_does_not_train_keeps_its_value():

@@ -109,38 +109,6 @@ def test_a_client_with_an_infinite_result_is_found_by_its_row(name):
 # --- the largest displacement ---
 
 
-class Norms(fed.FedAvg):
-    records: list[float]
-
-    def finish_client(self, server, client, results, round):
-        Norms.records.extend(float(row.norm()) for row in results.delta)
-        return super().finish_client(server, client, results, round)
-
-
-def test_clipping_shortens_long_displacements_and_no_others():
-    Norms.records = []
-    train(Norms())
-    free = Norms.records
-    limit = sorted(free)[3]
-    Norms.records = []
-    train(Norms(), privacy=fed.Privacy(clip=limit))
-    assert Norms.records == pytest.approx([min(n, limit) for n in free], rel=1e-5)
-    assert [a == b for a, b in zip(Norms.records, free, strict=True)].count(True) >= 3
-
-
-def test_shortened():
-    x = torch.tensor([[3.0, 4.0], [0.5, 0.0], [float("inf"), 1.0]])
-    longest, original = x[:2], x.clone()
-    assert shorten_(longest, 5.0) == [5.0, 0.5] and torch.equal(x, original)
-    shorten_(x, 1.0)
-    torch.testing.assert_close(x[0], original[0] / 5, rtol=1e-5, atol=0)
-    assert float(x[0].double().norm()) <= 1.0 and torch.equal(x[1], original[1])
-    assert not torch.isfinite(x[2]).all()
-    short_row = original[2:].clone()
-    shorten_(short_row, 1.0)
-    assert not torch.isfinite(short_row).all()
-
-
 @pytest.mark.parametrize("size", [1e-30, 1e-12, 1e25])
 def test_shortened_where_float32_holds_no_squares(size):
     x = torch.tensor([[3.0, 4.0], [0.3, 0.4]]) * size

@@ -1,7 +1,6 @@
 """Attention of stacked clients: one call for all rows, with the values of a call for each row."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import pytest
 import torch
@@ -9,10 +8,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import grad, vmap
 
-from fastsam import fed
 from fastsam.fed.executors import stacked_attention
 from fastsam.fed.executors.recording import Recording
-from tests.helpers import oracle
 from tests.helpers.stacked_passes import make_passes, same
 
 ROWS, BATCH, HEADS, LENGTH, KEYS, WIDTH = 3, 2, 4, 5, 7, 8
@@ -114,14 +111,3 @@ def test_a_recording_has_one_call_for_all_rows() -> None:
     recording = Recording(passes.gradients, rows.leaves, normal(5, 6, 4, 8), torch.zeros(5, 6, dtype=torch.int64))
     names = [str(node.target) for node in recording.module.graph.nodes if node.op == "call_function"]
     assert sum("attention" in name for name in names) == 2  # forward and backward
-
-
-@pytest.mark.filterwarnings("error:There is a performance drop")
-def test_clients_with_attention() -> None:
-    data: Any = [(normal(n, 4, 8) + n, torch.arange(n) % 3) for n in (7, 10, 3)]
-    options = {"rounds": 2, "participation": 1.0, "batch_size": 4, "lr": 0.3}
-    models = [
-        fed.run(Reader(True), data, fed.FedSAM(rho=0.05), executor=executor, **options).model
-        for executor in ("sequential", "vmap")
-    ]
-    assert oracle.difference(*models) < 1e-12 < oracle.difference(models[0], Reader())

@@ -51,20 +51,6 @@ def test_a_client_with_more_steps_than_any_before() -> None:
     assert len({train(fed.FedSAM(), executor=executor, **keywords, **slots) for executor, slots in cases}) == 1
 
 
-@pytest.mark.usefixtures("no_cuda")
-@pytest.mark.parametrize(
-    ("algorithm", "model", "words"),
-    [
-        (fed.FedRobust(), None, "FedRobust trains each client in a loop of its own"),
-        (fed.FedSAM(), lambda: Looks(6, 3), "executor 'graph' cannot serve here: .* looks at values on the host"),
-    ],
-)
-def test_refused_captures(algorithm: fed.Algorithm, model: Any, words: str, monkeypatch: MonkeyPatch) -> None:
-    monkeypatch.setattr(FakeCuda, "waits", False)
-    with pytest.raises(ValueError, match=words):
-        train(algorithm, executor="graph", model=model)
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("slots", [1, 3, 7])
 @pytest.mark.parametrize("executor", EXECUTORS)

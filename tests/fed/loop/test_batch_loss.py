@@ -18,10 +18,6 @@ def cross_entropy(m: Any, batch: Any) -> Tensor:
     return F.cross_entropy(m(batch[0]), batch[1])
 
 
-def predict(m: Any, batch: Any) -> tuple[Tensor, Tensor]:
-    return m(batch[0]), batch[1]
-
-
 class WithLoss(nn.Module):
     """A model like Hugging Face's: keywords in, an object out that has the loss if there are labels."""
 
@@ -32,27 +28,6 @@ class WithLoss(nn.Module):
     def forward(self, x: Tensor, labels: Tensor | None = None) -> Any:
         logits = self.inner(x)
         return SimpleNamespace(loss=None if labels is None else F.cross_entropy(logits, labels), logits=logits)
-
-
-def test_it_gives_the_bits_and_records_of_the_loss_of_outputs() -> None:
-    plain = run(pairs(), executor="sequential", metrics={"first": lambda out, y: float(out[0, 0])})
-    result = run(
-        pairs(), loss=fed.BatchLoss(cross_entropy, predict), metrics={"first": lambda out, y: float(out[0, 0])}
-    )
-    assert torch.equal(weights(result), weights(plain))
-    for actual, expected in zip(result.history, plain.history, strict=True):
-        for key in set(expected) - {"seconds", "seconds_training"}:
-            assert actual[key] == pytest.approx(expected[key], rel=1e-6) if isinstance(actual[key], float) else True, (
-                key
-            )
-    assert result.history[-1]["client_accuracy_std"] == plain.history[-1]["client_accuracy_std"]
-    groups = [
-        run(pairs(), **options, local_parameters="2.bias").history[-1]
-        for options in ({}, {"loss": fed.BatchLoss(cross_entropy, predict)})
-    ]
-    assert groups[0]["client_accuracy_mean"] == groups[1]["client_accuracy_mean"] is not None
-    tuned_results = [fed.finetune(run_1, pairs(), test=pairs()[3]) for run_1 in (result, plain)]
-    assert tuned_results[0] == tuned_results[1]
 
 
 def test_models_that_put_out_an_object_with_the_loss() -> None:

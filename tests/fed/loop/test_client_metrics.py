@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from fastsam import fed
 from tests.helpers import oracle
+from tests.helpers.fed_runs import norm_model
 
 CLIENTS = oracle.ragged_clients(sizes=(30, 24, 18))
 SETS = oracle.ragged_clients(sizes=(40, 20, 30), seed=5)
@@ -19,14 +20,9 @@ ALGORITHMS: dict[str, tuple[fed.Algorithm, dict[str, Any]]] = {
     "APFL": (fed.APFL(), {}),
     "FedRep": (fed.FedRep(head_epochs=1), {}),
     "local head": (fed.FedSAM(), {"local_parameters": "2"}),
-    "local buffers": (fed.FedAvg(), {"buffers": "local", "model": lambda: normed()}),
+    "local buffers": (fed.FedAvg(), {"buffers": "local", "model": lambda: norm_model().double()}),
 }
 KEYS = ("mean", "std", "min", "max")
-
-
-def normed() -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.Linear(5, 3)).double()
 
 
 def error(outputs: Tensor, labels: Tensor) -> Tensor:

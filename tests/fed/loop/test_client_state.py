@@ -13,15 +13,13 @@ import pytest
 import torch
 from pytest import MonkeyPatch
 from safetensors import safe_open
-from torch import Tensor
 
 from fastsam import fed
 from fastsam.arena import Layout
 from fastsam.fed.loop import client_state
-from fastsam.fed.loop.client_state import HostStateStorage
 from fastsam.fed.rundir.manifest import seal
 from tests.helpers import oracle
-from tests.helpers.fake_cuda import FakeStream, Watch
+from tests.helpers.fake_cuda import Watch
 from tests.helpers.fed_ranks import ALGORITHMS, SIZES
 from tests.helpers.fed_runs import digest
 from tests.helpers.fed_states import CPU, stand_in, train
@@ -155,47 +153,6 @@ def test_copies_are_ordered_with_the_work_that_they_are_for(
         options |= {"executor": executor, "slots": slots, "run_dir": tmp_path / "run"}
         result = train(CASES[name], client_state="host", **options)
     assert digest(result) == plain
-
-
-class Loose(HostStateStorage):
-    """Without one of its waits."""
-
-    missing_wait = ""
-
-    def get(self, client: int, state: dict[str, Tensor]) -> dict[str, Tensor]:
-        if self.missing_wait == "get":
-            self.cuda.current = FakeStream  # type: ignore[method-assign]
-        try:
-            return super().get(client, state)
-        finally:
-            self.cuda.__dict__.pop("current", None)
-
-    def put(self, client: int, state: dict[str, Tensor]) -> dict[str, Tensor]:
-        if self.missing_wait == "put":
-            self.cuda.current = FakeStream  # type: ignore[method-assign]
-        try:
-            return super().put(client, state)
-        finally:
-            self.cuda.__dict__.pop("current", None)
-
-    def commit(self) -> None:
-        if self.missing_wait != "commit":
-            super().commit()
-
-
-@pytest.mark.usefixtures("gpu")
-@pytest.mark.parametrize("missing_wait", ["get", "put", "commit"])
-def test_the_stand_in_notices_a_missing_wait(missing_wait: str, tmp_path: Path, monkeypatch: MonkeyPatch) -> None:
-    monkeypatch.setattr(Loose, "missing_wait", missing_wait)
-    monkeypatch.setattr(client_state, "HostStateStorage", Loose)
-    options = {"backend": "reference", "rounds": 2, "participation": 1.0, "client_state": "host"}
-    with (
-        Watch(),
-        pytest.raises(
-            (AssertionError, fed.AlgorithmError), match="before it is sure to be written|while it may still be read"
-        ),
-    ):
-        train(fed.SCAFFOLD(), run_dir=tmp_path / "run", **options)
 
 
 # --- a round that is left in the middle ---

@@ -71,11 +71,6 @@ def test_the_worst_and_the_best_client_are_named_even_when_others_have_no_sample
     assert (got["client_accuracy_min"], got["client_accuracy_max"]) == (0, 1)
 
 
-def test_prior_uses_the_priors_of_the_split():
-    people = population([0] * 30 + [1] * 30, [client(0), client(0)], priors=np.array([[1.0, 0.0], [0.0, 1.0]]))
-    assert [set(np.array([0] * 30 + [1] * 30)[s]) for s in client_slices("prior", people, 0)] == [{0}, {1}]
-
-
 def test_clients_whose_classes_the_test_set_lacks():
     people = population([0, 1, 0, 1], [client(2, 2), client(0, 2)], wrong_samples=[1, 3])
     assert [len(s) for s in client_slices("prior", people, 0)] == [0, 2]
@@ -151,15 +146,6 @@ def test_a_finished_run_that_is_resumed_without_further_rounds_is_evaluated(tmp_
     assert result.history[-1]["test_loss"] == run(rounds=6).history[-1]["test_loss"]
 
 
-def test_the_final_model_has_the_accuracy_that_the_record_says():
-    result = run()
-    x, y = oracle.ragged_clients(sizes=(40,), seed=9)[0]
-    with torch.no_grad():
-        out = result.model.eval()(x)
-    assert result.history[-1]["test_accuracy"] == (out.argmax(1) == y).double().mean().item()
-    assert result.history[-1]["test_loss"] == pytest.approx(F.cross_entropy(out, y).item(), rel=1e-12)
-
-
 def test_summary():
     result = run(rounds=12, target=0.3, lr=0.5)
     accuracies = [r["test_accuracy"] for r in result.history]
@@ -192,18 +178,6 @@ def test_without_a_test_set_nothing_is_measured():
     result = run(test=None)
     assert all(r["test_loss"] is None and r["client_accuracy_mean"] is None for r in result.history)
     assert result.summary()["accuracy_final"] is None and result.summary()["validation"] is None
-
-
-def test_regression_reports_the_loss_only():
-    x = torch.randn(30, 6, dtype=torch.float64)
-    y = x @ torch.randn(6, 3, dtype=torch.float64)
-    result = fed.run(
-        oracle.smooth_model(), [(x[:9], y[:9]), (x[9:20], y[9:20])], fed.FedSAM(), rounds=30, participation=1.0,
-        loss=F.mse_loss, test=(x[20:], y[20:]),
-    )  # fmt: skip
-    assert result.history[-1]["test_accuracy"] is None and result.summary()["validation"] is None
-    assert result.history[-1]["test_loss"] < 0.8 * result.history[0]["test_loss"]
-    assert result.summary()["test_loss_final"] == result.history[-1]["test_loss"]
 
 
 def test_to_target_counts_the_round_that_reaches_it_exactly():

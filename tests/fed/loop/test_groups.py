@@ -77,25 +77,6 @@ def test_constants_are_asked_for_together_as_many_as_there_are_slots(monkeypatch
     assert sizes == [1] * (2 + len(SIZES))
 
 
-class Radii(fed.FedSAM):
-    """FedSAM whose radius is a state of each client."""
-
-    def finish_client(self, server, client, results, round):
-        _, upload = super().finish_client(server, client, results, round)
-        return {"radius": torch.tensor(results.client_ids) / 50}, upload
-
-    def local_update(self, server, client, round):
-        radii = client["radius"].tolist() if client else [0.05]
-        return [fed.LocalUpdate(fed.Direction.GRADIENT, rho=rho) for rho in radii]
-
-
-def test_numbers_of_local_steps_may_differ_between_clients():
-    group_run, single_run = (run(Radii(), participation=1.0, slots=slots) for slots in (8, 1))
-    assert digest(group_run) != digest(run(fed.FedSAM(), participation=1.0, slots=8))
-    for p, q in zip(group_run.model.parameters(), single_run.model.parameters(), strict=True):
-        torch.testing.assert_close(p, q)
-
-
 class Mixed(fed.FedAvg):
     """States that hold other things after other rounds: the clients of a group are then not alike."""
 

@@ -8,8 +8,6 @@ import pytest
 import torch
 
 from fastsam import fed
-from fastsam.arena import Layout
-from fastsam.fed.update.parameter_layout import ParameterLayout
 from tests.helpers import oracle
 
 
@@ -62,15 +60,6 @@ def test_noise_in_the_padding_is_refused(place, executor, words, tmp_path):
         run(Noisy(place), executor=executor, run_dir=tmp_path / "run")
     assert (tmp_path / "run").exists() == (place != "step")  # constants are checked before files are written
     assert len(run(Noisy(place, by_parameter=True), executor=executor).history) == 2
-
-
-def test_the_padding_of_a_row_is_what_no_parameter_has():
-    model = oracle.smooth_model()
-    layout = Layout.from_tensors(list(model.parameters()))
-    rows = ParameterLayout.from_model(model, layout)
-    assert int(rows.padding.sum()) == rows.row_size - sum(p.numel() for p in model.parameters()) > 0
-    row = rows.row(torch.ones(rows.numel))
-    assert torch.equal(row == 0, rows.padding)
 
 
 # --- An own algorithm whose results depend on who else is in the block, or that changes itself, is found in round 1.

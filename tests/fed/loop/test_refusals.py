@@ -203,8 +203,15 @@ test_refused = refusals(
     # an option that run does not have
     (lambda: start(learning_rate=1), r"run\(\) has no option 'learning_rate' \(did you mean 'lr'\?\)", TypeError),
     (lambda: start(lerning_rate=1), r"run\(\) has no option 'lerning_rate' \(did you mean 'lr'\?\)", TypeError),
-    (lambda: start(rouns=1), r"run\(\) has no option 'rouns' \(did you mean 'rounds'\?\)", TypeError),
-    (lambda: start(batchsize=1), r"run\(\) has no option 'batchsize' \(did you mean 'batch_size'\?\)", TypeError),
+    (lambda: start(clients_per_round=5), r"no option 'clients_per_round' \(did you mean 'cohort'", TypeError),
+    (lambda: start(num_rounds=5), "did you mean 'rounds'", TypeError),
+    (lambda: start(epochs=5), "did you mean 'local_epochs'", TypeError),
+    (lambda: start(noise_multiplier=1.0), r"write privacy=fed.Privacy\(noise_multiplier=...\)", TypeError),
+    (lambda: start(every=2), r"write measures=fed.NamedMeasures\(\[...\], every=...\)", TypeError),
+    # names in place of algorithms
+    (lambda: start(algorithm="fedsam"), r"got the name 'fedsam': write fed.FedSAM\(\)"),
+    (lambda: start(algorithm="FedLESAM-D"), r"write fed.FedLESAM_D\(\)"),
+    (lambda: start(algorithm="fedsan"), "did you mean 'FedSAM'"),
     # a wrong value of an own algorithm
     (lambda: start(algorithm=Flat()),
      r"own_model must return the weights of one client, torch.float32 \[\d+\].* Got torch.float32 \[\]"),

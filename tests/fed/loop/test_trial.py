@@ -17,6 +17,7 @@ from fastsam.fed.clients.population import Population
 from fastsam.fed.loop.trial import try_model
 from tests.helpers import oracle
 from tests.helpers.fed_input import NOTHING, X, Y, start
+from tests.helpers.fed_runs import norm_model
 
 
 @pytest.mark.filterwarnings("ignore:.*:DeprecationWarning", "ignore:The .grad attribute")
@@ -84,23 +85,18 @@ def test_a_batch_of_ignored_labels_is_told_as_such(executor):
         start(clients=clients[1:], **options)
 
 
-def test_few_samples():
-    """A client with one sample, or fewer than a batch, trains on all of them: batches are not dropped or padded."""
-    sizes = [1, 3, 6, 5]
-    clients = [(X[:n], Y[:n]) for n in sizes]
-    record = start(clients=clients, participation=1.0, batch_size=4, local_epochs=2).history[0]
-    assert (record["samples"], record["steps"], record["excluded"]) == (15, 2 * (1 + 1 + 2 + 2), [])
-
-
 def test_batchnorm_and_a_batch_of_one_sample(tmp_path):
     """The client that would stop the run in some later round is named at its beginning."""
-    norm = nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.Linear(5, 3))
-    clients = [(X, Y), (X[:5], Y[:5])]
+    norm, clients = norm_model(), [(X, Y), (X[:5], Y[:5])]
     options = {"buffers": "average", "run_dir": tmp_path / "run", "sampler": lambda t, g: [0]}
-    with pytest.raises(ValueError, match="the last batch of client 1, with batch_size=4, has 1 of its 5 samples"):
+    words = "the last batch of client 1, with batch_size=4, has 1 of its 5 samples.*use drop_last=True"
+    with pytest.raises(ValueError, match=words):
         start(norm, clients, batch_size=4, **options)
     assert not (tmp_path / "run").exists()
     start(norm, clients, batch_size=6, buffers="keep")
+    start(norm, clients, batch_size=4, buffers="keep", drop_last=True)
+    with pytest.raises(ValueError, match="the last batch of client 1, .* has 1 of its 1 samples"):
+        start(norm, [(X, Y), (X[:1], Y[:1])], batch_size=4, buffers="keep", drop_last=True)
     pool = fed.Centralised_SGD()  # all 11 samples, so the last batch has 3
     start(norm, clients, pool, batch_size=4, participation=1.0, buffers="keep")
 
@@ -156,16 +152,6 @@ def test_an_interrupt_without_a_directory_names_run_dir(caplog: pytest.LogCaptur
     with pytest.raises(KeyboardInterrupt):
         start(rounds=3, progress=interrupt, run_dir=tmp_path / "run")
     assert "run_dir=" not in caplog.text
-
-
-@pytest.mark.parametrize(
-    "callback", [fed.callbacks.EarlyStopping("test_f1"), fed.callbacks.EarlyStopping("test_lossy")], ids=["f1", "typo"]
-)
-def test_a_metric_that_no_record_has(callback: Any) -> None:
-    records: list[Any] = []
-    with pytest.raises(fed.CallbackError, match=f"in round 1.* have no '{callback.metric}'"):
-        start(test=(X, Y), callbacks=[callback], progress=records.append)
-    assert len(records) == 1
 
 
 # --- One look at a training pass before round 1: what it reads apart from model and batch, and what it changes, is
@@ -300,21 +286,3 @@ def test_the_activations_that_a_pass_keeps_are_counted(uses_func: bool) -> None:
     trial = try_model(model, Population(clients, torch.device("cpu")), F.cross_entropy, len(X))
     total_weight = 1  # of the mean in the loss
     assert trial.activations == (0 if uses_func else 4 * (len(X) * (64 + 32 + 3) + total_weight))
-
-
-@pytest.mark.parametrize(
-    ("call", "error", "message"),
-    [
-        (lambda: start(algorithm="fedsam"), ValueError, r"got the name 'fedsam': write fed.FedSAM\(\)"),
-        (lambda: start(algorithm="FedLESAM-D"), ValueError, r"write fed.FedLESAM_D\(\)"),
-        (lambda: start(algorithm="fedsan"), ValueError, r"did you mean 'FedSAM'"),
-        (lambda: start(clients_per_round=5), TypeError, r"no option 'clients_per_round' \(did you mean 'cohort'"),
-        (lambda: start(num_rounds=5), TypeError, r"did you mean 'rounds'"),
-        (lambda: start(epochs=5), TypeError, r"did you mean 'local_epochs'"),
-        (lambda: start(noise_multiplier=1.0), TypeError, r"write privacy=fed.Privacy\(noise_multiplier=...\)"),
-        (lambda: start(every=2), TypeError, r"write measures=fed.NamedMeasures\(\[...\], every=...\)"),
-    ],
-)
-def test_names_of_other_packages_and_slips(call: Any, error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=message):
-        call()

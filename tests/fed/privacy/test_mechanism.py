@@ -143,12 +143,6 @@ def test_measures_read_what_has_no_noise_and_a_round_without_clients_has_no_meas
         assert all(("consistency" in r) == (bool(measures) and r["clients"] > 0) for r in same.history)
 
 
-def test_the_padding_of_a_row_stays_zero() -> None:
-    """A model of 6 * 8 + 8 parameters in a row of 256: the loop refuses a first step with numbers in between."""
-    for kind in KINDS.values():
-        checks.run(size=5, **kind)
-
-
 def test_other_seeds_and_rounds_have_other_noise() -> None:
     draws = [normals(1000, seed, purpose, t) for seed in (0, 1) for purpose in ("noise", "count") for t in (0, 1)]
     correlation = torch.corrcoef(torch.stack(draws)) - torch.eye(8)

@@ -1,11 +1,10 @@
-"""`compression=fed.TopK(share)`: compared with an unfused loop in float64, resumed, its costs and refusals."""
+"""`compression=fed.TopK(share)`: its costs and refusals. Its numbers are compared in tests/fed/test_features.py."""
 
 import math
 from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fastsam import fed
@@ -14,7 +13,6 @@ from tests.helpers.fed_refusals import refusals
 from tests.helpers.fed_runs import vector
 
 SHARE, LR, PARAMETERS = 0.3, 0.2, 15
-EXECUTORS = ("sequential", "threads", "vmap")
 
 
 def clients() -> list[tuple[Tensor, Tensor]]:
@@ -35,38 +33,8 @@ def run(share: float | None = SHARE, **options: Any) -> fed.Result:
     return fed.run(model(), clients(), algorithm, compression=compression, **inputs)
 
 
-def run_unfused(rounds: int) -> Tensor:
-    """Return the weights after `rounds` rounds of one full-batch step per client, computed by torch only."""
-    module, k = model(), math.ceil(SHARE * PARAMETERS)
-    errors = [torch.zeros(PARAMETERS, dtype=torch.float64) for _ in clients()]
-    for _ in range(rounds):
-        uploads = []
-        for i, (x, y) in enumerate(clients()):
-            gradients = torch.autograd.grad(F.cross_entropy(module(x), y), list(module.parameters()))
-            v = errors[i] - LR * torch.cat([g.flatten() for g in gradients])
-            residual = torch.zeros_like(v)
-            for place in sorted(range(PARAMETERS), key=lambda j: -abs(float(v[j])))[:k]:
-                residual[place] = v[place]
-            uploads.append(residual)
-            errors[i] = v - residual
-        nn.utils.vector_to_parameters(vector(module) + sum(uploads) / len(uploads), module.parameters())
-    return vector(module)
-
-
-@pytest.mark.parametrize("executor", EXECUTORS)
-def test_against_an_unfused_loop(executor: str) -> None:
-    torch.testing.assert_close(vector(run(executor=executor).model), run_unfused(4), rtol=1e-12, atol=1e-14)
-    assert not torch.allclose(vector(run(share=None).model), run_unfused(4))
-
-
 def test_all_elements_are_no_compression() -> None:
     assert torch.equal(vector(run(share=1.0).model), vector(run(share=None).model))
-
-
-def test_the_record_has_the_megabytes_that_were_sent() -> None:
-    uploads, plain = run().history[0], run(share=None).history[0]
-    assert uploads["megabytes_down"] == plain["megabytes_down"] == 4 * PARAMETERS * 8 / 1e6
-    assert uploads["megabytes_up"] == pytest.approx(4 * math.ceil(SHARE * PARAMETERS) * (8 + 4) / 1e6)
 
 
 def test_other_uploads_stay_as_they_are() -> None:

@@ -73,19 +73,6 @@ def test_parameters_that_a_pass_does_not_use_stay(name, executor):
         torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12)
 
 
-def test_a_pull_of_the_whole_way_takes_the_gradient_at_the_anchor():
-    """Then every step of a round has the gradient of the anchor, whatever the weights: as a loss that is linear."""
-    model, (x, y) = oracle.smooth_model(), oracle.ragged_clients()[0]
-    x, y = x[:5], y[:5]
-    options = {"local_epochs": 3, "batch_size": 5, "lr": 0.1, "shuffle": False}
-    constants = {"direction": D.GRADIENT, "anchor": lambda w, layout: w, "anchor_weight": 1.0}
-    final = fed.run(model, [(x, y)], Constants(constants), rounds=1, participation=1.0, **options).model
-    loss = torch.nn.functional.cross_entropy(model(x), y)
-    grads = torch.autograd.grad(loss, list(model.parameters()))
-    for p, g, q in zip(model.parameters(), grads, final.parameters(), strict=True):
-        torch.testing.assert_close(q, p - 3 * 0.1 * g, rtol=1e-10, atol=1e-12)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["path", "anchor_weight"])
 def test_measures_along_the_path_see_the_perturbation(name):

@@ -8,14 +8,12 @@ import pytest
 import torch
 
 from fastsam import fed
-from fastsam.fed.executors.rowprograms.row_steps import RowSteps
 from fastsam_kernels import native
 from tests.helpers import oracle
 from tests.helpers.crosses import one_in
 from tests.helpers.fed_cases import ACTIVE, run_replayed
 from tests.helpers.fed_runs import same_bits
 from tests.helpers.fed_seam import Constants
-from tests.helpers.mutants.apply import replace_source
 from tests.helpers.oracle.loop import Vector, add, minus, norm, scale_vector
 
 pytestmark = pytest.mark.usefixtures("no_cuda")
@@ -92,30 +90,6 @@ def test_the_radius_moves_on_a_line(name, executor):
     assert distance(steps(constants), Unfused(**result), executor) < 1e-12
 
 
-def test_row_programs_take_it(monkeypatch):
-    """Step by step, in single precision: they agree with the plain executor, and serve."""
-    calls: list[int] = []
-
-    def count_rows(own, group, *operands):
-        train(own, group, *operands)
-        calls.append(group[0][1])
-
-    train = RowSteps._train
-    monkeypatch.setattr(RowSteps, "_train", count_rows)
-    model, clients = oracle.smooth_model(torch.float32), oracle.ragged_clients(torch.float32)
-    run_1, run_2 = (
-        run_replayed(model, clients, steps(FALLING["falling"]), OPTIONS, executor=executor).model
-        for executor in ("sequential", "vmap")
-    )
-    assert oracle.difference(run_1, run_2) < 1e-5
-    assert set(calls) == (set() if native.why_not("cpu") else {1})
-
-
-@pytest.mark.parametrize("wrong_end", [1.0, 0.2])
-def test_another_end_is_noticed(wrong_end):
-    assert distance(steps(FALLING["falling"]), Unfused(D.GRADIENT, 0.4, wrong_end), "sequential") > 1e-5
-
-
 def test_a_dual_follows_a_falling_radius():
     """FedSMOO without its servers' parts: mu = s = 0 at first, so the first step is SAM's with the round's radius, the
     last one's is kept."""
@@ -166,44 +140,6 @@ def test_the_radius_of_each_parameter_on_every_backend(backend):
     constants = {"direction": D.ADAPTIVE_GRADIENT, "rho": 0.4} | SCALED
     twin = Unfused(D.ADAPTIVE_GRADIENT, 0.4, scale=BY_PARAMETER)
     assert distance(steps(constants), twin, "sequential", backend=backend) < 1e-12
-
-
-@pytest.mark.parametrize(
-    "wrong_scale",
-    [(1.0, 1.0, 0.0, 0.5), (1.5, 1.0, 1.0, 0.5), (1.5, 1.0, 1e-300, 0.5)],
-    ids=["another radius", "no mask", "the norm of everything"],
-)
-def test_another_scale_is_noticed(wrong_scale):
-    constants = {"direction": D.GRADIENT, "rho": 0.4} | SCALED
-    assert distance(steps(constants), Unfused(D.GRADIENT, 0.4, scale=wrong_scale), "sequential") > 1e-5
-
-
-FALLS = {"rho_end_factor": 0.1}
-
-
-@pytest.mark.parametrize(
-    ("module", "function", "old", "new", "direction", "constants", "executor"),
-    [
-        ("update.local_update", "LocalUpdate.radius", "(1 - self.rho_end_factor) * k",
-            "(1 - self.rho_end_factor) * (k + 1)", D.GRADIENT, FALLS, "sequential"),
-        ("executors.local_rows", "LocalRows.set_schedule", "self.hparams[:, 0, HParam.RHO].copy_(radii)", "pass",
-            D.GRADIENT, FALLS, "vmap"),
-        ("executors.local_rows", "LocalRows._perturb_by_direction", 'self.vectors["rho_scale"].sign()',
-            'self.vectors["rho_scale"]', D.GRADIENT, SCALED, "sequential"),
-        ("executors.local_rows", "LocalRows._perturb_along", "d.mul_(scale.sign())", "d", D.PATH, SCALED, "sequential"),
-        ("executors.local_rows", "LocalRows._perturb_along", "d.mul_(scale)", "d", D.CONSTANT, SCALED, "vmap"),
-        ("executors.local_rows", "LocalRows._vector", "self.field(name).copy_(v)", "self.field(name)",
-            D.GRADIENT, SCALED, "vmap"),
-        ("update.parameter_layout", "ParameterLayout.factors", "view.fill_(1)", "view.fill_(0)", D.GRADIENT, SCALED,
-            "sequential"),
-    ],
-)  # fmt: skip
-def test_a_wrong_step_is_noticed(module, function, old, new, direction, constants, executor):
-    constants = {"direction": direction, "rho": 0.4} | constants
-    scale = BY_PARAMETER if "rho_scale" in constants else (1.0,) * 4
-    twin = Unfused(direction, 0.4, constants.get("rho_end_factor", 1.0), scale)
-    with replace_source(module, function, old, new):
-        assert distance(steps(constants), twin, executor) > 1e-6
 
 
 @pytest.mark.parametrize("executor", ["sequential", "vmap", "graph"])

@@ -1,4 +1,5 @@
-"""Mutants that a program makes, with the test that notices each. `made/ROOM.txt` has those of a room.
+"""Mutants that a program makes, or that were written by hand, with the test that notices each. `made/ROOM.txt` has the
+mutants of a room.
 
 - `python -m tests.helpers.mutants.made map` stores in build/mutants which tests run a line. It takes a quarter of an
   hour.
@@ -31,7 +32,7 @@ from tests.helpers.places import ROOT
 ROOMS = {
     "optim": "fastsam/optim",
     "lab": "fastsam/lab",
-    **{room: f"fastsam/fed/{room}" for room in ("data", "rundir", "sums", "stages", "executors")},
+    **{path.parent.name: f"fastsam/fed/{path.parent.name}" for path in ROOT.glob("fastsam/fed/*/__init__.py")},
 }
 FOLDER, MAP = Path(__file__).parent / "made", ROOT / "build" / "mutants"
 COUNT = 40  # mutants a room

@@ -6,7 +6,6 @@ a client's batches, and the seeds of a model's random numbers (`loop.order`, `lo
 
 from .adamw import FedAdamW
 from .averaging import FedMoSWA, FedNSAM, FedSWA
-from .central import central
 from .control import SCAFFOLD, FedGAMMA, FedLESAM_S
 from .dynamic import FedDyn, FedGloSS, FedLESAM_D, FedSMOO, FedSpeed
 from .flat import FedGF, FedSCAM, FedTOGA, FedWMSAM
@@ -32,6 +31,6 @@ __all__ = [
     "FedGAMMA", "FedGF", "FedGMT", "FedGSAM", "FedGloSS", "FedLESAM", "FedLESAM_D", "FedLESAM_S", "FedMoSWA",
     "FedNSAM", "FedNTD", "FedNova", "FedProx", "FedRobust", "FedSAM", "FedSCAM", "FedSMOO", "FedSOL", "FedSWA",
     "FedSpeed", "FedTOGA", "FedWMSAM", "FedYogi", "MimeLite", "MoFedSAM", "Options", "attendance",
-    "central", "difference", "dropout_model", "flat_norm", "movement", "pooling_model", "ragged_clients",
-    "ragged_images", "run", "smooth_model",
+    "difference", "dropout_model", "flat_norm", "movement", "pooling_model", "ragged_clients", "ragged_images", "run",
+    "smooth_model",
 ]  # fmt: skip
