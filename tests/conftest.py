@@ -118,12 +118,3 @@ def poisoned_memory() -> Iterator[None]:
     torch.use_deterministic_algorithms(True, warn_only=True)
     yield
     torch.use_deterministic_algorithms(old_settings[0], warn_only=old_settings[1])
-
-
-@pytest.fixture
-def one_thread() -> Iterator[None]:
-    """torch's own operators on one thread, so that their sums have one order."""
-    old_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(old_threads)

@@ -224,25 +224,6 @@ def test_the_rules_catch(module: str, source: str) -> None:
     assert violations(module, source), f"{source!r} in {module} should be a violation"
 
 
-@pytest.mark.parametrize(
-    ("module", "source"),
-    [
-        ("fastsam.backends", "from fastsam_kernels import reference"),
-        ("fastsam.optim", "from . import ops\nfrom .arena import Arena\nimport torch"),
-        (
-            "fastsam.fed.loop.loop",
-            "from fastsam.optim import FusedSAM\nfrom ..algorithms import FedSAM\nfrom ..executors import sequential",
-        ),
-        ("fastsam.fed.rundir.environment", "from fastsam import __version__"),
-        ("fastsam.lab.run_config", "from fastsam.backends import NAMES"),
-        ("fastsam.lab.cli", "from fastsam import backends, fed"),
-        ("fastsam_kernels.native", "from .build import jit\nfrom . import reference"),
-    ],
-)
-def test_the_rules_allow(module: str, source: str) -> None:
-    assert violations(module, source) == []
-
-
 def test_algorithms_and_executors_name_neither_backend_nor_each_other() -> None:
     errors = []
     for name, path in modules().items():

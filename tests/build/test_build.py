@@ -2,12 +2,15 @@
 
 import os
 import sys
+import threading
+import time
 from pathlib import Path
 
 import pytest
 from pytest import CaptureFixture, MonkeyPatch
 
 from fastsam_kernels import build, toolchain
+from tests.helpers import emulated
 from tests.helpers.building import clean_linux, needs_compiler, without_ninja
 
 pytestmark = clean_linux
@@ -128,6 +131,26 @@ def test_a_file_in_the_way_suggests_the_cache(sources: Path, tmp_path: Path) -> 
     (tmp_path / "out").touch()
     with pytest.raises(build.BuildError, match="cannot write .* FASTSAM_JIT=1"):
         build.publish(build.BuildResult({}, "nothing"), tmp_path / "out")
+
+
+def test_builds_in_one_folder_take_turns(tmp_path: Path, monkeypatch: MonkeyPatch) -> None:
+    """Else one of two processes compiles what the other is writing."""
+    num_builds, maximum = 0, 0
+
+    def execute(steps: object, folder: Path) -> None:
+        nonlocal num_builds, maximum
+        num_builds += 1
+        maximum = max(maximum, num_builds)
+        time.sleep(0.2)
+        num_builds -= 1
+
+    monkeypatch.setattr(toolchain, "execute", execute)
+    threads = [threading.Thread(target=emulated.compile_library, args=(tmp_path / "shared",)) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert maximum == 1
 
 
 def test_bad_job_count_is_named(monkeypatch: MonkeyPatch) -> None:

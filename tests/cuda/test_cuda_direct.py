@@ -1,6 +1,7 @@
 """The direct way to the CUDA kernels (`direct_calls.CudaDirectCalls`), emulated: the bits and the launches of the ops,
 and whole steps of `FusedSAM`."""
 
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,7 +12,6 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fastsam import FusedSAM
-from fastsam.arena import Layout
 from fastsam.optim import storage_swap
 from fastsam_kernels import native
 from fastsam_kernels.direct_calls import CudaDirectCalls
@@ -19,7 +19,7 @@ from fastsam_kernels.rules import RULES
 from tests.helpers import emulated
 from tests.helpers.emulated import Emulation
 from tests.helpers.emulated_steps import assert_sound
-from tests.helpers.native_step import SHAPES, hparams
+from tests.helpers.native_step import SHAPES, Operands, hparams
 from tests.helpers.op_cases import same_bits
 
 pytestmark = [
@@ -35,36 +35,19 @@ def direct_cuda(emulation: Emulation) -> Iterator[Emulation]:
         yield emulation
 
 
-class Operands:
-    """Operands of a step on `SHAPES`, always with the same numbers."""
-
-    def __init__(self, dtype: torch.dtype, master: bool) -> None:
-        generator = torch.Generator().manual_seed(3)
-        draw = [[torch.randn(s, generator=generator, dtype=torch.float64) for s in SHAPES] for _ in range(3)]
-        self.params, self.g1, self.g2 = ([x.to(dtype) for x in values] for values in draw)
-        self.layout = Layout.from_tensors(self.params)
-        compute = torch.float64 if dtype == torch.float64 else torch.float32
-        self.backup = torch.zeros(1, self.layout.row_size, dtype=compute if master else dtype)
-        self.layout.gather(self.params, self.backup[0])
-        self.state = [torch.rand(1, self.layout.row_size, generator=generator).to(compute) for _ in range(3)]
-        self.steps, self.sumsq = torch.ones(1, len(SHAPES)), torch.full((1,), torch.nan, dtype=torch.float64)
-
-    def outputs(self) -> list[Tensor]:
-        return [*self.params, self.backup, *self.state, self.steps, self.sumsq]
-
-
 @pytest.mark.parametrize("save", [True, False])
-@pytest.mark.parametrize("adaptive", [False, True])
 @pytest.mark.parametrize(
-    ("dtype", "master"),
-    [(torch.float32, False), (torch.float64, False), (torch.bfloat16, True), (torch.float16, False)],
+    ("dtype", "master", "adaptive"),
+    [
+        *itertools.product((torch.float32, torch.float64, torch.float16), (False,), (False, True)),
+        (torch.bfloat16, True, False),
+    ],
 )
 def test_a_step_has_the_ops_bits(
     direct_cuda: Any, dtype: torch.dtype, master: bool, adaptive: bool, save: bool
 ) -> None:
     """Twice each into the same memory: the second call finds the tickets that the first one left."""
     kernels, results = direct_cuda.backend.load(), []
-    adaptive = adaptive and not master
     columns = hparams(ADAPTIVE=float(adaptive), ETA=0.1)
     for uses_direct in (True, False):
         o = Operands(dtype, master)

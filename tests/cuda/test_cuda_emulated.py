@@ -189,19 +189,3 @@ def test_the_same_bits_as_the_cpu_kernels(emulation: Emulation) -> None:
         assert all(same_bits(a, b) for a, b in zip(*outputs, strict=True))
 
     holds()
-
-
-@pytest.mark.parametrize("minimum", [2048, 8192])
-@pytest.mark.parametrize(("width", "turns"), [(2, 1), (2, 4), (4, 1), (4, 2), (4, 4), (8, 2)])
-@pytest.mark.parametrize(
-    "lengths",
-    [
-        [0, 1, 15, 0, 16, 17, 1025, 4095, 4096, 4097, 8191, 8192, 8193, 0],
-        [3_000_000, 7, 20_000_001],  # chunks of several sweeps
-        [1 + 977 * i % 5003 for i in range(700)],
-    ],
-    ids=["ragged", "long", "many"],
-)
-def test_elements_are_met_once(emulation: Emulation, lengths: list[int], width: int, turns: int, minimum: int) -> None:
-    """csrc/chunks.h over all blocks and threads, at sizes that the emulation of whole kernels does not reach."""
-    assert emulation.walk(lengths, width, turns, minimum) == -1

@@ -1,4 +1,7 @@
-"""Errors put into a copy of the CUDA kernels, one at a time, must turn the emulated steps red (see `emulated.py`)."""
+"""Errors put into a copy of the CUDA kernels, one at a time, must turn the emulated steps red (see `emulated.py`).
+
+`tests/ops/test_index.py` has those of the index.
+"""
 
 import re
 from pathlib import Path
@@ -21,24 +24,11 @@ pytestmark = [
 
 ERRORS = {
     "none": {},
-    "segment": {
-        "chunks.h": [("static_cast<int64_t>(prefix[middle]) <= chunk", "static_cast<int64_t>(prefix[middle]) < chunk")]
-    },
-    "last chunk": {
-        "chunks.h": [("remaining < chunk ? remaining : chunk", "remaining <= chunk ? remaining - 1 : chunk")]
-    },
-    "chunk begins": {"chunks.h": [("chunk_in_segment * chunk", "chunk_in_segment * (chunk + 1)")]},
-    "thread": {"chunks.h": [("(u * threads + thread) * width", "(u * (threads - 1) + thread) * width")]},
     "tail": {"cuda/elementwise.cuh": [("if (i < tile.count) {", "if (i <= tile.count) {")]},
     "whole vectors": {"cuda/elementwise.cuh": [("tile.count - tile.count % width", "tile.count + tile.count % width")]},
     "row": {"cuda/common.cuh": [("tile.row * table.row_stride", "table.row_stride")]},
     "alignment": {"cuda/common.cuh": [("% (Width * sizeof(T)) == 0", "% (Width * sizeof(T)) < 16")]},
     "barrier": {"cuda/elementwise.cuh": [("    __syncthreads();\n", "")]},
-    "threads of a tile": {"cuda/common.cuh": [("tile.thread = threadIdx.x % kWarp;", "tile.thread = threadIdx.x;")]},
-    "small segment": {
-        "cuda/common.cuh": [("(block - table.large_chunks) * kWarps +", "(block - table.large_chunks) +")]
-    },
-    "chunk of a tile": {"cuda/common.cuh": [("  tile.chunk += table.less[tile.segment];\n", "")]},
     "rule of a tile": {"cuda/elementwise.cuh": [("functors[tile.warp]", "functors[0]")]},
     "barrier of a warp": {"cuda/elementwise.cuh": [("      __syncwarp();\n", "")]},
     "warp": {"cuda/reduce.cuh": [("distance = kWarp / 2;", "distance = kWarp / 4;")]},
@@ -72,7 +62,7 @@ ERRORS = {
     },
     "largest of a sum": {"cuda/accumulate.cu": [("i < warps;", "i < warps - kWarps;")]},
 }
-CHEAP = ("none", "thread", "last row of a sum")  # the others: `make test-slow`
+CHEAP = ("none", "dual's step", "last row of a sum")  # the others: `make test-slow`
 SCRIPT = """
 import sys
 import torch
@@ -86,7 +76,6 @@ test_cuda_seeded.fixed_steps(Emulation(Path(sys.argv[1])))
 
 def fixed_steps(emulation: Emulation) -> None:
     """Take steps whose layouts reach every branch of the indexing; the last has a small segment for each warp."""
-    assert emulation.walk([33, 0, 4096, 5, 4097, 100_000], 4, 2, 4) == -1
     for shift, rows, order in ((0, 1, 0), (0, 2, 1), (1, 2, 1)):
         emulation.order(1 - order, order)
         for lengths in ([33, 0, 4096, 5, 4097], [8193, 1], [2047], [33, 128, 0, 5, 1000] * 5):

@@ -143,22 +143,6 @@ class Emulation:
         """Set the order of blocks and threads: 0 ascending, 1 descending, a larger number is the seed of a shuffle."""
         self._library.emulation_order(blocks, threads)
 
-    def walk(self, lengths: Sequence[int], width: int, turns: int, minimum: int) -> int:
-        """Return -1 if the kernels' walk over segments of these lengths meets every element once.
-
-        Otherwise return an element that it does not meet once.
-        """
-        counts = torch.zeros(sum(lengths) + 1, dtype=torch.uint8)
-        function = self._library.emulation_walk
-        function.restype = ctypes.c_int64
-        c_lengths = (ctypes.c_int64 * len(lengths))(*lengths)
-        return int(
-            function(
-                c_lengths, ctypes.c_int64(len(lengths)), width, turns, ctypes.c_int64(minimum),
-                ctypes.c_void_p(counts.data_ptr()),
-            )
-        )  # fmt: skip
-
     def count(self, name: str) -> int:
         """Return a counter since the library was loaded.
 

@@ -1,4 +1,6 @@
-"""One SAM step through the compiled ops: its operands, what it writes as a digest, and the call of every op."""
+"""One SAM step through the ops: its operands, what it writes as a digest, and the call of every op. Operands of
+prepared calls.
+"""
 
 import hashlib
 from typing import Any
@@ -20,26 +22,33 @@ def hparams(**columns: float) -> Tensor:
 class Step:
     """The operands of one SAM step over SHAPES, drawn from a seed."""
 
-    def __init__(self, seed: int = 0, dtype: torch.dtype = torch.float32, shapes: Any = SHAPES) -> None:
+    def __init__(
+        self, seed: int = 0, dtype: torch.dtype = torch.float32, shapes: Any = SHAPES, device: str = "cpu"
+    ) -> None:
         generator = torch.Generator().manual_seed(seed)
 
         def draw() -> list[Tensor]:
-            return [torch.randn(shape, generator=generator, dtype=torch.float32).to(dtype) for shape in shapes]
+            return [torch.randn(shape, generator=generator, dtype=torch.float32).to(device, dtype) for shape in shapes]
 
         self.params, self.g1, self.g2 = draw(), draw(), draw()
         self.layout = Layout.from_tensors(self.params)
         state = torch.float64 if dtype == torch.float64 else torch.float32
-        field: dict[str, Any] = {"size": (1, self.layout.row_size), "dtype": state}
+        field: dict[str, Any] = {"size": (1, self.layout.row_size), "dtype": state, "device": device}
         self.backup, self.m, self.v, self.q, self.mu, self.s = (torch.zeros(**field) for _ in range(6))
-        self.products = torch.zeros(1, 2, dtype=torch.float64)
-        self.sumsq, self.steps = torch.zeros(1, dtype=torch.float64), torch.zeros(1, len(shapes))
-        self.h, self.table = hparams(), self.layout.table
+        self.products = torch.zeros(1, 2, dtype=torch.float64, device=device)
+        self.sumsq = torch.zeros(1, dtype=torch.float64, device=device)
+        self.steps = torch.zeros(1, len(shapes), device=device)
+        self.h, self.table = hparams().to(device), self.layout.table
+
+    def take(self, kernels: Any, params: list[Tensor], g1: list[Tensor], g2: list[Tensor]) -> None:
+        """Take one step of these weights with these gradients."""
+        kernels.norm_(self.sumsq, g1, [], self.table, self.h)
+        kernels.perturb_(params, self.backup, g1, self.table, self.h, self.sumsq, True)
+        kernels.update_(params, self.backup, g2, self.table, self.h, "sgd", [self.m])
 
     def run(self) -> str:
         """Take one step, and return the digest of all written tensors."""
-        native.norm_(self.sumsq, self.g1, [], self.table, self.h)
-        native.perturb_(self.params, self.backup, self.g1, self.table, self.h, self.sumsq, True)
-        native.update_(self.params, self.backup, self.g2, self.table, self.h, "sgd", [self.m])
+        self.take(native, self.params, self.g1, self.g2)
         return digest_of(*self.params, self.backup, self.m, self.sumsq)
 
     def run_dual(self) -> str:
@@ -57,6 +66,25 @@ class Step:
         rows, largest = torch.stack([self.mu, self.v, *[self.m] * 3]), torch.empty(5, dtype=torch.float64)
         native.accumulate_(high, low, rows, 0.1, base=self.backup, largest_=largest)
         return digest_of(*half, *self.params, self.mu, self.v, self.sumsq, self.products, high, low, largest)
+
+
+class Operands:
+    """The operands of prepared calls, always with the same numbers."""
+
+    def __init__(self, dtype: torch.dtype = torch.float32, master: bool = False, shapes: Any = SHAPES) -> None:
+        generator = torch.Generator().manual_seed(3)
+        draw = [[torch.randn(s, generator=generator, dtype=torch.float64) for s in shapes] for _ in range(3)]
+        self.params, self.g1, self.g2 = ([x.to(dtype) for x in values] for values in draw)
+        self.layout = Layout.from_tensors(self.params)
+        self.table = self.layout.table
+        compute = torch.float64 if dtype == torch.float64 else torch.float32
+        self.backup = torch.zeros(1, self.layout.row_size, dtype=compute if master else dtype)
+        self.layout.gather(self.params, self.backup[0])
+        self.state = [torch.rand(1, self.layout.row_size, generator=generator).to(compute) for _ in range(3)]
+        self.steps, self.sumsq = torch.ones(1, len(shapes)), torch.full((1,), torch.nan, dtype=torch.float64)
+
+    def outputs(self) -> list[Tensor]:
+        return [*self.params, self.backup, *self.state, self.steps, self.sumsq]
 
 
 def digest_of(*tensors: Tensor) -> str:

@@ -384,6 +384,6 @@ def check_lora(rank: int) -> str:
     return "kept"
 
 
-def all_of(rank: int, works: Sequence[tuple[Callable[..., str], tuple[Any, ...]]]) -> list[str]:
+def all_of(rank: int, works: Sequence[tuple[Callable[..., Any], tuple[Any, ...]]]) -> list[Any]:
     """Run several functions in one group of processes."""
     return [work(rank, *arguments) for work, arguments in works]

@@ -259,30 +259,24 @@ def one_pass_loop(direction_of: Prefetcher, base: str, steps: int, limit: float 
 class Case(NamedTuple):
     sam: SAM
     paper: Callable[[], Paper]
-    perturbed: tuple[bool, ...] = (True,) * 6  # True for each of six steps that perturbs
-
-    @property
-    def passes(self) -> int:
-        return 6 + sum(self.perturbed)
 
 
-OTHER, THIRD = (True, False) * 3, (True, False, False) * 2
 CASES: dict[str, Case] = {
-    "every other": Case(SAM(RHO, interval=2), lambda: Paper(interval=2), OTHER),
+    "every other": Case(SAM(RHO, interval=2), lambda: Paper(interval=2)),
     "gsam": Case(GSAM(RHO, alpha=ALPHA), PaperGSAM),
     "wsam": Case(WSAM(RHO, gamma=0.9), lambda: PaperWSAM(gamma=0.9, decouple=True)),
     "wsam, coupled": Case(WSAM(RHO, gamma=0.8, decouple=False), lambda: PaperWSAM(gamma=0.8, decouple=False)),
     "wsam, every other": Case(
-        WSAM(RHO, gamma=0.6, interval=2), lambda: PaperWSAM(gamma=0.6, decouple=True, interval=2), OTHER
+        WSAM(RHO, gamma=0.6, interval=2), lambda: PaperWSAM(gamma=0.6, decouple=True, interval=2)
     ),
-    "looksam": Case(LookSAM(RHO, k=3, alpha=ALPHA), lambda: PaperLookSAM(interval=3), THIRD),
+    "looksam": Case(LookSAM(RHO, k=3, alpha=ALPHA), lambda: PaperLookSAM(interval=3)),
     "friendly": Case(FriendlySAM(RHO, sigma=0.8, lmbda=0.7), lambda: PaperFriendly(sigma=0.8, lmbda=0.7)),
     "gradient penalty": Case(GradientPenalty(RHO, alpha=ALPHA), lambda: PaperGradientPenalty(alpha=ALPHA)),
     "l-inf": Case(LInfSAM(0.05), PaperLInf),
     "vasso": Case(VaSSO(RHO, theta=0.4), lambda: PaperVaSSO(theta=0.4)),
-    "vasso, every other": Case(VaSSO(RHO, theta=0.4, interval=2), lambda: PaperVaSSO(theta=0.4, interval=2), OTHER),
+    "vasso, every other": Case(VaSSO(RHO, theta=0.4, interval=2), lambda: PaperVaSSO(theta=0.4, interval=2)),
     "lesam": Case(SAM(RHO, rho_fn=LESAM(sigma=PaperLESAM.sigma)), PaperLESAM),
-    "gsam, every third": Case(GSAM(RHO, alpha=ALPHA, interval=3), lambda: PaperGSAM(interval=3), THIRD),
+    "gsam, every third": Case(GSAM(RHO, alpha=ALPHA, interval=3), lambda: PaperGSAM(interval=3)),
 }
 
 

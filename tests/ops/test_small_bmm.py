@@ -1,9 +1,5 @@
 """Products of stacked matrices against float64, element by element."""
 
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
 from hypothesis import given, settings
@@ -70,19 +66,6 @@ def test_no_memory_beside_the_operands_is_read() -> None:
     a[:, :5, :20], b[:, :20, :17] = 1.0, 2.0
     out = torch.ops.fastsam.product.default(a[:, :5, :20], b[:, :20, :17], None)
     assert torch.equal(out, torch.full((2, 5, 17), 40.0))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("isa", ["baseline", "avx2"])
-def test_every_instruction_set(isa: str) -> None:
-    """The tests above with the instruction sets of older processors."""
-    process = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__, "-k", "float64 or beside or add_up"],
-        env=os.environ | {"FASTSAM_ISA": isa},
-        capture_output=True,
-        text=True,
-    )
-    assert process.returncode == 0 and "3 passed" in process.stdout, process.stdout[-2000:]
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import sysconfig
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -13,11 +14,10 @@ import torch
 from torch import Tensor
 
 from fastsam import backends
-from fastsam.arena import Arena, Layout
 from fastsam_kernels import reference
-from fastsam_kernels.hparams import NUM_HPARAMS, HParam
+from fastsam_kernels.hparams import HParam
 from fastsam_kernels.rule import MAX_STATE, UpdateOptions
-from tests.helpers.op_cases import COLUMNS
+from tests.helpers import native_step
 
 tables = pytest.importorskip("fastsam_kernels.triton_tables", reason="Triton is not installed")
 triton_backend = pytest.importorskip("fastsam_kernels.triton_backend")
@@ -31,28 +31,7 @@ CUDA = triton_backend.why_not("cuda")
 needs_gpu = pytest.mark.skipif(CUDA is not None, reason=f"Triton on CUDA: {CUDA}")
 
 
-class Step:
-    """The operands of a SAM step with momentum over a few shapes."""
-
-    def __init__(self, device: str = "cpu", seed: int = 0) -> None:
-        generator = torch.Generator().manual_seed(seed)
-        shapes = [(6, 4), (6,), (5000,)]
-        lists = [[torch.randn(s, generator=generator).to(device) for s in shapes] for _ in range(3)]
-        self.params, self.g1, self.g2 = lists
-        self.table = Layout.from_tensors(self.params).table
-        self.arena = Arena(Layout.from_tensors(self.params), device=device)
-        self.backup, self.momentum = self.arena.field("backup"), self.arena.field("momentum")
-        self.mu, self.s, self.eps = (self.arena.field(name) for name in ("mu", "s", "eps"))
-        self.sumsq = torch.zeros(1, dtype=torch.float64, device=device)
-        self.hparams = torch.zeros(1, 1, NUM_HPARAMS, dtype=torch.float64)
-        for column, value in ((HParam.RHO, 0.05), (HParam.LR, 0.1), (HParam.G2_COEF, 1.0), (COLUMNS["MOMENTUM"], 0.9)):
-            self.hparams[..., column] = value
-        self.hparams = self.hparams.to(device)
-
-    def run(self, kernels, params: list[Tensor], g1: list[Tensor], g2: list[Tensor]) -> None:
-        kernels.norm_(self.sumsq, g1, [], self.table, self.hparams)
-        kernels.perturb_(params, self.backup, g1, self.table, self.hparams, self.sumsq, True)
-        kernels.update_(params, self.backup, g2, self.table, self.hparams, "sgd", [self.momentum])
+Step = partial(native_step.Step, shapes=[(6, 4), (6,), (5000,)])
 
 
 @needs_interpreter
@@ -61,8 +40,8 @@ def test_tensors_that_moved_are_found() -> None:
     actual, expected = Step(), Step()
     for seed in range(4):
         new_step = Step(seed=seed)  # the former step's gradients are freed, and their memory is handed out again
-        actual.run(triton_backend, actual.params, new_step.g1, new_step.g2)
-        expected.run(reference, expected.params, new_step.g1, new_step.g2)
+        actual.take(triton_backend, actual.params, new_step.g1, new_step.g2)
+        expected.take(reference, expected.params, new_step.g1, new_step.g2)
         actual.params = [p.clone() for p in actual.params]
     for a, b in zip(actual.params, expected.params, strict=True):
         torch.testing.assert_close(a, b)
@@ -103,13 +82,13 @@ def test_new_addresses_are_uploaded_once_per_list(monkeypatch: pytest.MonkeyPatc
     upload = tables.upload_words
     monkeypatch.setattr(tables, "upload_words", lambda words, t: uploads.append(1) or upload(words, t))
     for count in (3, 2, 2):  # in the first step the weights too
-        step.run(triton_backend, step.params, step.g1, step.g2)
+        step.take(triton_backend, step.params, step.g1, step.g2)
         assert len(uploads) == count
         step.g1, step.g2 = ([g.clone() for g in grads] for grads in (step.g1, step.g2))
         uploads.clear()
-    step.run(triton_backend, step.params, step.g1, step.g2)
+    step.take(triton_backend, step.params, step.g1, step.g2)
     uploads.clear()
-    step.run(triton_backend, step.params, step.g1, step.g2)
+    step.take(triton_backend, step.params, step.g1, step.g2)
     assert not uploads
 
 
@@ -185,8 +164,8 @@ def test_alignment_is_that_of_the_addresses(shift: int, dtype: torch.dtype, is_a
 def test_compiled_without_graph_breaks() -> None:
     eager_step, compiled_step = Step(seed=7), Step(seed=7)
 
-    def step(s: Step, params: list[Tensor]) -> None:
-        s.run(triton_backend, params, s.g1, s.g2)
+    def step(s: native_step.Step, params: list[Tensor]) -> None:
+        s.take(triton_backend, params, s.g1, s.g2)
 
     step(eager_step, eager_step.params)
     torch.compile(step, fullgraph=True, backend="aot_eager")(compiled_step, compiled_step.params)
@@ -225,19 +204,19 @@ def test_the_options_of_an_update_are_those_of_the_reference() -> None:
 def test_opcheck(op: str) -> None:
     step = Step()
     args = {
-        "norm_": (step.sumsq, step.g1, step.params, step.table, step.hparams),
-        "perturb_": (step.params, step.backup, step.g1, step.table, step.hparams, step.sumsq, True),
+        "norm_": (step.sumsq, step.g1, step.params, step.table, step.h),
+        "perturb_": (step.params, step.backup, step.g1, step.table, step.h, step.sumsq, True),
         "restore_": (step.params, step.backup, step.table),
-        "dual_norm_": (step.sumsq, step.g1, step.mu, step.s, step.table, step.hparams),
+        "dual_norm_": (step.sumsq, step.g1, step.mu, step.s, step.table, step.h),
         "dual_perturb_": (
-            *(step.params, step.backup, step.mu, step.g1, step.s, step.table, step.hparams, step.sumsq),
-            step.eps,
+            *(step.params, step.backup, step.mu, step.g1, step.s, step.table, step.h, step.sumsq),
+            step.v,
         ),
         "inner_": (torch.zeros(1, 2, dtype=torch.float64), step.g1, step.g2, step.table),
         "accumulate_": (torch.zeros(9).long(), torch.zeros(9).long(), torch.ones(9), 0.1),
         "_update_": (
-            *(step.params, step.backup, step.g1, step.table, step.hparams, "sgd"),
-            *(step.momentum, None, None),
+            *(step.params, step.backup, step.g1, step.table, step.h, "sgd"),
+            *(step.m, None, None),
         ),
     }[op]
     options = {"g1": step.g2} if op == "_update_" else {}
@@ -301,28 +280,28 @@ def test_auto_never_takes_the_interpreter() -> None:
 @needs_gpu
 def test_a_captured_step_follows_the_schedule_and_the_gradients() -> None:
     """Replays of a captured step read the learning rate of the moment, and gradients where the graph has them."""
-    actual, expected = Step("cuda"), Step("cuda")
+    actual, expected = Step(device="cuda"), Step(device="cuda")
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     start = [p.clone() for p in actual.params]
     with torch.cuda.stream(stream):
-        actual.run(triton_backend, actual.params, [g.clone() for g in actual.g1], actual.g2)
+        actual.take(triton_backend, actual.params, [g.clone() for g in actual.g1], actual.g2)
     torch.cuda.current_stream().wait_stream(stream)
     for p, value in zip(actual.params, start, strict=True):
         p.copy_(value)
-    actual.momentum.zero_()
+    actual.m.zero_()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        actual.run(
+        actual.take(
             triton_backend, actual.params, [g * 1 for g in actual.g1], actual.g2
         )  # gradients in the graph's own memory
     for i in range(3):
         for step in (actual, expected):
-            step.hparams[..., HParam.LR] = 0.1 / (i + 1)
+            step.h[..., HParam.LR] = 0.1 / (i + 1)
             for g in step.g1:
                 g.mul_(1.5)
         graph.replay()
-        expected.run(reference, expected.params, expected.g1, expected.g2)
+        expected.take(reference, expected.params, expected.g1, expected.g2)
     for a, b in zip(actual.params, expected.params, strict=True):
         torch.testing.assert_close(a, b)
 
@@ -330,15 +309,15 @@ def test_a_captured_step_follows_the_schedule_and_the_gradients() -> None:
 @needs_gpu
 def test_prepared_steps_leave_the_tables_of_a_graph() -> None:
     """A graph that was captured between prepared steps reads its own gradients, whatever gradients come later."""
-    actual, expected, first = Step("cuda"), Step("cuda"), Step("cuda", seed=1)
-    first.run(triton_backend, first.params, first.g1, first.g2)  # compiles the kernels, which no capture may do
-    calls = triton_backend.direct_calls(actual.params, actual.backup, actual.table, actual.hparams)
+    actual, expected, first = Step(device="cuda"), Step(device="cuda"), Step(device="cuda", seed=1)
+    first.take(triton_backend, first.params, first.g1, first.g2)  # compiles the kernels, which no capture may do
+    calls = triton_backend.direct_calls(actual.params, actual.backup, actual.table, actual.h)
 
     def step(g1: list[Tensor], g2: list[Tensor]) -> None:
         calls.norm_perturb_(g1, actual.sumsq, False)
-        for call in calls.update("sgd", [actual.momentum], g2):
+        for call in calls.update("sgd", [actual.m], g2):
             call()
-        expected.run(reference, expected.params, g1, g2)
+        expected.take(reference, expected.params, g1, g2)
 
     step(actual.g1, actual.g2)
     stream = torch.cuda.Stream()
@@ -349,11 +328,11 @@ def test_prepared_steps_leave_the_tables_of_a_graph() -> None:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         assert calls.is_watched()
-        actual.run(triton_backend, actual.params, actual.g1, actual.g2)
+        actual.take(triton_backend, actual.params, actual.g1, actual.g2)
     for factor in (3, 4):
         step([g * factor for g in actual.g1], [g * factor for g in actual.g2])
         graph.replay()
-        expected.run(reference, expected.params, expected.g1, expected.g2)
+        expected.take(reference, expected.params, expected.g1, expected.g2)
     for a, b in zip(actual.params, expected.params, strict=True):
         torch.testing.assert_close(a, b)
 

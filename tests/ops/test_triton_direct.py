@@ -2,6 +2,7 @@
 steps of `FusedSAM`."""
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from fastsam import FusedSAM
 from fastsam.arena import Layout
 from fastsam_kernels.constants import FreedError
 from fastsam_kernels.rules import RULES
+from tests.helpers import native_step
 from tests.helpers.native_step import hparams
 from tests.helpers.op_cases import same_bits
 from tests.helpers.traffic import needs_interpreter
@@ -21,29 +23,10 @@ triton_backend = pytest.importorskip("fastsam_kernels.triton_backend")
 triton_op = pytest.importorskip("fastsam_kernels.triton_op")
 pytestmark = needs_interpreter
 
-SHAPES = ((3, 4), (0,), (17,))
+Operands = partial(native_step.Operands, shapes=((3, 4), (0,), (17,)))
 
 
-class Operands:
-    """Operands of a step, always with the same numbers."""
-
-    def __init__(self, dtype: torch.dtype = torch.float32, master: bool = False) -> None:
-        generator = torch.Generator().manual_seed(3)
-        draw = [[torch.randn(s, generator=generator, dtype=torch.float64) for s in SHAPES] for _ in range(3)]
-        self.params, self.g1, self.g2 = ([x.to(dtype) for x in values] for values in draw)
-        self.table = Layout.from_tensors(self.params).table
-        row_size = Layout.from_tensors(self.params).row_size
-        compute = torch.float64 if dtype == torch.float64 else torch.float32
-        self.backup = torch.zeros(1, row_size, dtype=compute if master else dtype)
-        Layout.from_tensors(self.params).gather(self.params, self.backup[0])
-        self.state = [torch.rand(1, row_size, generator=generator).to(compute) for _ in range(3)]
-        self.steps, self.sumsq = torch.ones(1, len(SHAPES)), torch.full((1,), torch.nan, dtype=torch.float64)
-
-    def outputs(self) -> list[Tensor]:
-        return [*self.params, self.backup, *self.state, self.steps, self.sumsq]
-
-
-def step(calls: Any, o: Operands, g1: Sequence[Tensor], g2: Sequence[Tensor], **options: bool) -> None:
+def step(calls: Any, o: native_step.Operands, g1: Sequence[Tensor], g2: Sequence[Tensor], **options: bool) -> None:
     """Make a prepared step of SGD, with the calls of the last one if they serve."""
     calls.norm_perturb_(g1, o.sumsq, options.get("adaptive", False))
     last_calls = getattr(calls, "last_calls", None)
@@ -53,17 +36,18 @@ def step(calls: Any, o: Operands, g1: Sequence[Tensor], g2: Sequence[Tensor], **
         assert not call()
 
 
-def ops_step(o: Operands, columns: Tensor, g1: Sequence[Tensor], g2: Sequence[Tensor]) -> None:
+def ops_step(o: native_step.Operands, columns: Tensor, g1: Sequence[Tensor], g2: Sequence[Tensor]) -> None:
     triton_backend.norm_(o.sumsq, g1, [], o.table, columns)
     triton_backend.perturb_(o.params, o.backup, g1, o.table, columns, o.sumsq, True)
     triton_backend.update_(o.params, o.backup, g2, o.table, columns, "sgd", o.state[:1])
 
 
-@pytest.mark.parametrize("adaptive", [False, True])
-@pytest.mark.parametrize(("dtype", "master"), [(torch.float32, False), (torch.bfloat16, True)])
+@pytest.mark.parametrize(
+    ("dtype", "master", "adaptive"),
+    [(torch.float32, False, False), (torch.float32, False, True), (torch.bfloat16, True, False)],
+)
 def test_a_step_has_the_ops_bits(dtype: torch.dtype, master: bool, adaptive: bool) -> None:
     """A step of each rule, one after the other into the same memory."""
-    adaptive = adaptive and not master
     columns, results = hparams(ADAPTIVE=float(adaptive), ETA=0.1), []
     for is_prepared in (True, False):
         o = Operands(dtype, master)

@@ -231,6 +231,8 @@ def test_sharded_parameters(tmp_path: Any) -> None:
 
 def test_what_is_accepted() -> None:
     """Numbers of numpy, functions that make the base, and options in a dict or by name."""
+    variants = [GSAM(alpha=0.0), WSAM(gamma=0.0), FriendlySAM(sigma=0.0, lmbda=0.0), GradientPenalty(alpha=0.0)]
+    assert all(isinstance(sam, SAM) for sam in [*variants, VaSSO(theta=1.0), LookSAM(k=1)]), "ends of their ranges"
     params = make_parameters([(3,)], torch.float32)
     FusedSAM(params, SGD, rho=np.float32(0.5), lr=np.float32(0.25), momentum=np.float64(0.5)).step(closure_of(params))
     assert FusedSAM(params, partial(SGD, momentum=0.9, nesterov=True), lr=0.1).param_groups[0]["nesterov"] is True

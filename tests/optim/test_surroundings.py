@@ -1,4 +1,4 @@
-"""Code around an optimizer: hooks, schedulers, BatchNorm, distributed training, names of the package."""
+"""Code around an optimizer: hooks, schedulers, BatchNorm, names of the package."""
 
 import re
 import warnings
@@ -12,8 +12,6 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 import fastsam
 from fastsam import GSAM, FusedSAM, backends, frozen_batchnorm_stats
-from tests.helpers import ddp_ranks
-from tests.helpers.rank_group import on_ranks
 from tests.helpers.sam_cases import BASES, SGD, closure_of
 from tests.helpers.sam_oracle import backward, landscape, make_parameters, same_bits
 
@@ -191,41 +189,6 @@ def test_frozen_statistics_after_an_exception() -> None:
     wrong_models: Any = [model]
     with pytest.raises(TypeError, match="expects a torch.nn.Module, got list"), frozen_batchnorm_stats(wrong_models):
         pass
-
-
-# --- distributed ---
-
-
-@pytest.fixture(scope="module")
-def two_ranks() -> list[dict[str, Tensor]]:
-    """Return, per rank and style, the weights after three steps."""
-    if not torch.distributed.is_available():
-        pytest.skip("torch was built without torch.distributed")
-    ranks = on_ranks(2, ddp_ranks.train, ("plain", "views", "no_sync"))
-    return [{s: torch.frombuffer(bytearray(w), dtype=torch.float64) for s, w in rank.items()} for rank in ranks]
-
-
-@pytest.mark.parametrize("style", ["plain", "views", "no_sync"])
-def test_distributed_data_parallel(style: str, two_ranks: list[dict[str, Tensor]]) -> None:
-    """Two ranks stay together; without `no_sync` they take the step of one process on the whole batch."""
-    assert same_bits([two_ranks[0][style]], [two_ranks[1][style]])
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 1)).double()
-    x, y = torch.randn(8, 6).double(), torch.randn(8, 1).double()
-    opt = FusedSAM(model.parameters(), SGD, lr=0.1, momentum=0.9, rho=0.3)
-
-    def closure() -> Tensor:
-        loss = (model(x) - y).square().mean()
-        loss.backward()
-        return loss
-
-    for _ in range(3):
-        opt.step(closure)
-    expected = torch.cat([p.detach().flatten() for p in model.parameters()])
-    if style == "no_sync":
-        assert not torch.allclose(two_ranks[0][style], expected, rtol=1e-9), "each rank perturbs with its own gradient"
-    else:
-        torch.testing.assert_close(two_ranks[0][style], expected, rtol=1e-12, atol=1e-12)
 
 
 # --- names, and what a step costs ---
