@@ -60,26 +60,6 @@ def skip_where_it_cannot_be_imported(import_result):
 
 
 @pytest.mark.parametrize(
-    "import_error", ["RuntimeError('operator torchvision::nms does not exist')", "ImportError('undefined symbol')"]
-)
-def test_a_torchvision_of_another_torch_stops_no_peer(import_error, tmp_path):
-    (tmp_path / "torchvision").mkdir()
-    (tmp_path / "torchvision" / "datasets.py").touch()
-    (tmp_path / "torchvision" / "__init__.py").write_text(f"from . import datasets\nraise {import_error}\n")
-    words = (
-        "import federated_peers as p; p.without_torchvision(); import torchvision.transforms; from "
-        "torchvision.datasets import MNIST"
-    )
-    path = os.pathsep.join([str(tmp_path), str(SCRIPT.parent), os.environ.get("PYTHONPATH", "")])
-    process = subprocess.run(
-        [sys.executable, "-c", words], capture_output=True, text=True, timeout=120,
-        env={**os.environ, "PYTHONPATH": path},
-    )  # fmt: skip
-    assert process.returncode == 0, process.stderr
-    assert f"without torchvision: {import_error.partition('(')[0]}" in process.stderr
-
-
-@pytest.mark.parametrize(
     "last", ["ImportError: libcudart.so.99: no such file", "ModuleNotFoundError: No module named 'pfl'"]
 )
 def test_a_peer_that_cannot_be_imported_is_skipped_with_the_reason(last):

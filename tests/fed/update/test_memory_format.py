@@ -178,14 +178,6 @@ def test_the_rule(name):
     assert memory_format.rule(model, CPU, stacked=True)[0] == "preserve"
 
 
-@pytest.mark.slow
-def test_auto_leaves_stacked_clients_as_they_are():
-    auto, plain = (
-        run(small_model(), f, executor="vmap", slots=2, rounds=1, batch_size=19) for f in ("auto", "preserve")
-    )
-    assert largest_change(auto, plain) == 0
-
-
 def test_a_model_without_maps_is_not_copied():
     model = models.build("mlp", (1, 8, 8), 10, 0)
     assert memory_format.reorder(model, "channels_last", CPU, stacked=False) is model
