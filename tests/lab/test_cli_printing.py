@@ -83,6 +83,7 @@ def test_completion_knows_commands_and_keys(shell: str, capsys: CaptureFixture) 
     text = capsys.readouterr().out
     assert all(word in text for word in ("reproduce", "--local-epochs", "--print-config", "float64"))
     if shell == "bash":
+        assert "_run_pos_0_COMPGEN=_shtab_compgen_files" in text and "_run_dir_COMPGEN=_shtab_compgen_dirs" in text
         assert subprocess.run(["bash", "-n"], input=text, text=True, check=False).returncode == 0
 
 

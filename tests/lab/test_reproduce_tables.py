@@ -195,6 +195,12 @@ def test_changes_name_sections_where_they_are_whole() -> None:
     )
 
 
+@pytest.mark.parametrize(("number", "end"), [(4, "; part 3"), (5, "; part 3; and 1 more")])
+def test_a_change_names_four_places(number: int, end: str) -> None:
+    parts = {f"part {i}": {"fedavg"} for i in range(9)}
+    assert runner._affected_places(dict(list(parts.items())[:number]), parts).endswith(end)
+
+
 def test_a_flag_for_an_algorithm_that_a_part_does_not_run() -> None:
     table = load("fedsam-fig3", "digits")
     plans = runner.plans(table, ["--fedcm.alpha", "0.3"], [0])

@@ -17,6 +17,7 @@ pytestmark = pytest.mark.skipif(
 )
 Misuse = tuple[str, Callable[[Any], Any]]
 FAR = 2**63 - 1
+END = 97  # of the last segment of `small_step`
 MATRIX = 1  # the second operand of `shapes` below is one
 LISTS: list[Misuse] = [
     ("empty", lambda ts: []), ("too few", lambda ts: ts[:2]),
@@ -24,10 +25,11 @@ LISTS: list[Misuse] = [
     ("expanded", change_at(MATRIX, lambda t: t[:, :1].expand(t.shape))),
     ("too short", change_at(MATRIX, lambda t: t[1:].clone())), ("of another dtype", change_at(MATRIX, other_dtype)),
     ("freed", change_at(MATRIX, free_storage)), ("cut", change_at(MATRIX, shorten_storage)),
-    ("a short field", lambda ts: [torch.zeros(1, 8)]),
+    ("a short field", lambda ts: [torch.zeros(1, END - 1)]),
 ]  # fmt: skip
 FIELDS: list[Misuse] = [
-    ("too short", lambda t: t[:, :8].clone()), ("without rows", lambda t: t[0]), ("of too few rows", lambda t: t[:0]),
+    ("too short", lambda t: t[:, : END - 1].clone()), ("without rows", lambda t: t[0]),
+    ("of too few rows", lambda t: t[:0]),
     ("with gaps", spread), ("of another dtype", other_dtype), ("freed", free_storage), ("cut", shorten_storage),
 ]  # fmt: skip
 TABLES: list[Misuse] = [
@@ -87,7 +89,7 @@ def cases(name: str) -> Iterator[tuple[str, Any, Step, list[Any]]]:
     if "hparams" in (a.name for a in op._schema.arguments):
         yield "a group that hparams lacks", *wrong_call(name, "table", entry(0, 2, 1))
     if name == "update_":
-        yield "two segments that count in one slot", *wrong_call(name, "table", entry(1, 3, 0))
+        yield "two segments that count in one slot", *wrong_call(name, "table", entry(2, 3, 0))
 
 
 def digest_operands(step: Step) -> str:

@@ -101,8 +101,11 @@ def test_parameters_without_a_gradient_in_one_of_the_passes() -> None:
     params = [nn.Parameter(p) for p in start]
     opt = FusedSAM(params, torch.optim.SGD, variant=GSAM(RHO, alpha=ALPHA), lr=1.0)
     old_weights = [p.detach().clone() for p in params]
-    opt.first_step()  # no parameter has a gradient: the field of first gradients exists and is empty
-    opt.restore()
+    for value in (5.0, None):  # the field of first gradients was full, and then no parameter has a gradient
+        for p in params:
+            p.grad = None if value is None else torch.full_like(p, value)
+        opt.first_step()
+        opt.restore()
     g = [torch.full_like(p, 2.0) for p in params]
     params[0].grad, params[1].grad, params[2].grad = g[0].clone(), g[1].clone(), None
     opt.first_step(zero_grad=True)
