@@ -204,6 +204,7 @@ class Replays:
         """Return the graph of a recording as a function."""
         module = recording.module
         graph_passes.use_products(module.graph, self.product_of)
+        graph_passes.use_quick_pools(module.graph)
         losses = recording.outputs[0]
         graph_passes.place_outputs(module.graph, [losses.stride(), *(self.strides[i] for i in recording.slots)])
         graph_passes.bind_functions(module.graph)
