@@ -75,8 +75,13 @@ def _store(sumsq: Tensor, tensors: Tensors, longest: int, accumulate: bool) -> N
     """Write or add the sum of squares of each row. `tensors` has the tensors row by row."""
     rows = len(sumsq)
     count = len(tensors) // rows
-    parts = [tensors[row * count : (row + 1) * count] for row in range(rows)] if rows > 1 else [tensors]
-    sums = [sum([x * x for x in norms_of(part, longest)]) if part else 0.0 for part in parts]
+    starts = range(0, rows * count, count) if count else [0] * rows
+    if longest < 2 * CHUNK and tensors:  # one norm for each tensor
+        norms = norms_of(tensors, longest)
+        parts = [norms[i : i + count] for i in starts]
+    else:
+        parts = [norms_of(part, longest) if (part := tensors[i : i + count]) else [] for i in starts]
+    sums = [sum([x * x for x in part]) for part in parts]
     total = torch.tensor(sums, dtype=torch.float64, device=sumsq.device)
     sumsq.add_(total) if accumulate else sumsq.copy_(total)
 
@@ -245,7 +250,7 @@ def update_(
     scale = 1.0 if x.grad_scale is None else x.grad_scale.item()
     sums = [None] * rows if x.sumsq_v is None else x.sumsq_v.tolist()
     counts = None if x.steps is None else plan.count_(x.steps)
-    for row, h, (w_, t, g, g1_, q_, p, *fields) in plan.parts(hparams, [weights, counts, *lists]):
+    for row, h, (w_, t, g, g1_, q_, p, *fields) in plan.parts(hparams, [weights, counts, *lists], x.sumsq_v is None):
         d, decay = _gradient(h, w_, _linear(h, g, g1_, q_, scale), sums[row], p)
         update_rule.foreach_update(h, w_, d, decay, fields, t, x.init_state)
     if weights is o_:

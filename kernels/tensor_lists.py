@@ -15,6 +15,7 @@ from .weak_tensors import WeakTensorMap
 
 Tensors = list[Tensor] | tuple[Tensor, ...]  # type of the arguments of torch's multi-tensor functions
 Lists = list[list[Tensor] | None]
+_JOINT_NUMEL = 2**17  # largest number of elements of joint rows, whose temporary tensors stay in the cache
 Shapes = tuple[Sequence[tuple[int, ...]], Sequence[tuple[int, ...]]]  # shapes and strides of tensors
 
 
@@ -28,6 +29,7 @@ class TensorLists:
         self._records = [records[i] for i in self._nonempty]
         self._flat: Shapes = ([(record[1],) for record in self._records], [(1,)] * len(self._records))
         self.longest = max((record[1] for record in self._records), default=0)  # elements of the longest segment
+        self._elements = max(1, sum(record[1] for record in self._records))
         self._all_slots = [slot for _, _, _, slot in records]
         members: dict[int, list[int]] = {}
         for i, (_, _, group, _) in enumerate(self._records):
@@ -54,10 +56,15 @@ class TensorLists:
                 lists[i] = self._views_of(operand[0], rows, common) if count else []
         return lists
 
-    def parts(self, hparams: Tensor, lists: Lists) -> Iterator[tuple[int, list[float], list[Any]]]:
-        """Yield each row and group: the row, the group's scalars as read on the host, its part of each list."""
-        count = len(self._nonempty)
-        for row, scalars in enumerate(hparams.tolist()):
+    def parts(self, hparams: Tensor, lists: Lists, joins: bool = False) -> Iterator[tuple[int, list[float], list[Any]]]:
+        """Yield each row and group: the row, the group's scalars as read on the host, its part of each list. With
+        `joins` short rows with one group and equal scalars are one part, of row 0."""
+        count, rows = len(self._nonempty), hparams.tolist()
+        is_short = joins and len(rows) <= _JOINT_NUMEL // self._elements
+        if is_short and len(self._groups) == 1 == len(rows[0]) and rows.count(rows[0]) == len(rows):
+            yield 0, rows[0][0], list(lists)
+            return
+        for row, scalars in enumerate(rows):
             for group, members in self._groups:
                 if len(members) < count:
                     group_lists = [None if x is None else [x[row * count + i] for i in members] for x in lists]

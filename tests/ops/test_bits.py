@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fastsam.arena import Layout
 from fastsam.backends import Backend
-from fastsam_kernels import rules
+from fastsam_kernels import foreach, rules
 from fastsam_kernels.hparams import NUM_HPARAMS, HParam
 from tests.helpers.op_cases import BACKENDS, Case, Memory, bits, cases, close, explore, property_test, same_bits
 
@@ -81,6 +81,23 @@ def test_a_row_alone_and_in_a_batch(backend: Backend, case: Case) -> None:
         else:
             for name, values in row.items():
                 close(values, single_row[name].double(), case.dtype)
+
+
+@pytest.mark.parametrize("length", [40, 70_000])
+def test_rows_of_equal_scalars_are_rows_alone(length: int) -> None:
+    """The backend without compiled kernels makes one call of short rows, and one norm of short tensors."""
+    layout, kernels, table_rows = Layout.from_tensors([torch.zeros(3, 5), torch.zeros(length)]), foreach, 3
+    hparams = torch.zeros(table_rows, 1, NUM_HPARAMS, dtype=torch.float64)
+    hparams[..., HParam.LR], hparams[..., HParam.DECAY], hparams[..., HParam.G2_COEF] = 0.1, 0.01, 1.0
+    z, g, m = (torch.randn(table_rows, layout.row_size) for _ in range(3))
+    sums = torch.zeros(table_rows, dtype=torch.float64)
+    alone = [(z[i : i + 1].clone(), g[i : i + 1], m[i : i + 1].clone(), sums[i : i + 1].clone()) for i in range(3)]
+    for z_, g_, m_, sums_ in ((z, g, m, sums), *alone):
+        gradients, h = layout.views(g_), hparams[: len(z_)]
+        kernels.norm_(sums_, gradients, [], layout.table, h)
+        kernels.update_([z_], None, gradients, layout.table, h, "sgd", [m_])
+    for joined, single in zip((z, m, sums), zip(*((z, m, s) for z, _, m, s in alone), strict=True), strict=True):
+        assert torch.equal(joined, torch.cat(single)) and bool(joined.count_nonzero())
 
 
 @pytest.mark.parametrize("has_seed", [False, True])

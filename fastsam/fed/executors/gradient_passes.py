@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import Variable
 
 from fastsam.arena import Layout
 from fastsam.fed.clients.batch_loss import BatchLoss
@@ -41,6 +42,17 @@ class Gradients:
         """Return the gradients `[rows, *shape]` of some rows."""
         return Gradients([g[rows] for g in self.tensors], self.slots, self.table)
 
+    @classmethod
+    def join(cls, parts: Sequence[Gradients], layout: Layout) -> Gradients:
+        """Return the gradients of several parts of the rows, of the same parameters, next to each other."""
+        first, rows, tensors = parts[0], sum(len(part.tensors[0]) for part in parts), []
+        for slot, column in zip(first.slots, zip(*(part.tensors for part in parts), strict=True), strict=True):
+            segment, g = layout.segments[slot], column[0]
+            strides = (segment.length, *segment.stride)
+            out = torch.empty_strided((rows, *segment.shape), strides, dtype=g.dtype, device=g.device)
+            tensors.append(torch.cat(column, out=out))
+        return cls(tensors, first.slots, first.table)
+
     def like(self, template: Gradients) -> list[Tensor]:
         """Return these gradients for the parameters of `template`, zeros for missing ones."""
         if self.slots == template.slots:
@@ -57,13 +69,27 @@ class Passes:
         self.replica, self.layout, self.loss = replica, layout, loss
         self.of_batch = loss if isinstance(loss, BatchLoss) else None
         self._all_slots = tuple(range(len(replica.parameters)))
+        self._one: Tensor | None = None  # the gradient of a loss, and its version
+        self._one_version = 0
 
     def run(self, x: Any, y: Any) -> tuple[Tensor, Gradients]:
         """Return the loss (detached) and its gradients at the replica's weights, on inputs and labels, or on a batch
         `x` that has both."""
         loss = self.loss_of(x, y)
-        loss.backward()
+        if loss.is_cpu and loss.is_floating_point():
+            self._run_backward(loss)
+        else:
+            loss.backward()
         return loss.detach(), self._gradients()
+
+    def _run_backward(self, loss: Tensor) -> None:
+        """Do what `loss.backward()` does on the CPU, by the function that it calls. The checks before that call take a
+        fourth of a small model's backward pass."""
+        one = self._one
+        if one is None or one.dtype != loss.dtype or one._version != self._one_version:  # a backward pass may write it
+            one = self._one = torch.ones_like(loss, requires_grad=False)
+            self._one_version = one._version
+        Variable._execution_engine.run_backward((loss,), (one,), False, False, (), True, True)
 
     def loss_of(self, x: Any, y: Any) -> Tensor:
         """Return the loss at the replica's weights, for autograd. Raises ValueError unless it is a scalar."""

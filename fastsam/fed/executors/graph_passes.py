@@ -34,6 +34,7 @@ _SCALINGS = frozenset({aten.mul.Scalar, aten.mul.Tensor, aten.div.Scalar, aten.d
 _FACTORIES = frozenset(
     {aten.ones_like.default, aten.zeros_like.default, aten.full_like.default, aten.ones.default, aten.zeros.default}
 )
+_CHANNELS = 8  # channels from which on pooling in channels_last is faster
 _MAX_CONSTANT = 4096  # elements of a constant that is kept instead of made
 
 # Functions with the arguments and results of an operation, at half the cost of a call through
@@ -208,6 +209,23 @@ def use_products(graph: Graph, product_of: ProductOf) -> None:
         product = product_of(a.meta["val"], b.meta["val"])
         if product is not None:
             node.target, node.args = product, (a, b, *(bias or [None]))
+
+
+def use_quick_pools(graph: Graph) -> None:
+    """Replace maximum pooling of contiguous images on a CPU by `pool_images`."""
+    for node in _calls(graph):
+        if node.target is aten.max_pool2d_with_indices.default:
+            x = arguments(node)[0].meta["val"]
+            is_full = x.dim() == 4 and x.shape[1] >= _CHANNELS and x.is_contiguous()
+            if is_full and x.device.type == "cpu" and x.dtype in (torch.float32, torch.float64):
+                node.target = pool_images
+
+
+def pool_images(x: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
+    """Return the maxima and their places as `max_pool2d_with_indices` does. Maxima are not rounded, so the bits are the
+    same, and torch's loop over channels is three times as fast as its loop over images, copies included."""
+    maxima, places = aten.max_pool2d_with_indices.default(x.contiguous(memory_format=torch.channels_last), *options)
+    return maxima.contiguous(), places.contiguous()
 
 
 def place_outputs(graph: Graph, strides: Sequence[tuple[int, ...]]) -> None:

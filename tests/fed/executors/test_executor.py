@@ -83,6 +83,27 @@ def test_torchs_own_random_state_is_neither_used_nor_changed():
     assert same_bits(*finals)
 
 
+class Doubled(torch.autograd.Function):
+    """Writes the gradient that it gets, which torch allows where nothing else reads it."""
+
+    @staticmethod
+    def forward(ctx, loss):
+        return loss.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad.mul_(2)
+
+
+def test_a_backward_pass_may_write_the_gradient_of_the_loss():
+    """Steps with twice the gradient, and as long as steps with twice the learning rate."""
+    options = {"rounds": 2, "participation": 1.0, "batch_size": 5}
+    doubled = run(oracle.smooth_model(FLOAT), clients(7, 12), fed.FedAvg(), lr=0.1,
+                  loss=lambda outputs, y: Doubled.apply(F.cross_entropy(outputs, y)), **options)  # fmt: skip
+    plain = run(oracle.smooth_model(FLOAT), clients(7, 12), fed.FedAvg(), lr=0.2, loss=F.cross_entropy, **options)
+    assert same_bits(doubled.model, plain.model)
+
+
 @pytest.mark.parametrize("threads", [1, 2])
 def test_threads_are_one_inside_and_the_users_afterwards(threads):
     old_threads, records = torch.get_num_threads(), []

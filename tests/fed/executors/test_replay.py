@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from fastsam.fed.executors import graph_passes
 from fastsam.fed.executors.graph_passes import aten, simplify
 from fastsam.fed.executors.recording import Recording
 from fastsam.fed.executors.replay import Replays
@@ -238,6 +239,32 @@ def test_a_product_that_is_read_both_ways_is_made_once():
     recorded_outputs, _, graph = graph_of(passes, form, x, y)
     assert len(products(graph)) <= recorded_outputs
     same(passes, form, x, y)
+
+
+@pytest.mark.parametrize(
+    "options", [([2, 2], [2, 2]), ([3, 3], [2, 2], [1, 1]), ([3, 2], [1, 2], [1, 1], [2, 1], True)]
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_images_are_pooled_by_channels_in_the_same_bits(dtype, options):
+    """Ties, NaN and windows without a maximum have the same places."""
+    torch.manual_seed(0)
+    x = torch.randint(-2, 3, (3, 19, 11, 12)).to(dtype)
+    x[x == 2] = float("nan")
+    for images in (x, x.nan_to_num(-torch.inf), torch.full_like(x, -torch.inf)):
+        quick = graph_passes.pool_images(images, *options)
+        for result, expected in zip(quick, aten.max_pool2d_with_indices.default(images, *options), strict=True):
+            assert torch.equal(result.nan_to_num(), expected.nan_to_num()) and result.is_contiguous()
+
+
+@pytest.mark.parametrize(("channels", "is_quick"), [(4, False), (16, True)])
+def test_images_with_channels_enough_are_pooled_by_channels(monkeypatch, channels, is_quick):
+    calls, pool = [], graph_passes.pool_images
+    monkeypatch.setattr(graph_passes, "pool_images", lambda *args: calls.append(args) or pool(*args))
+    model = nn.Sequential(nn.Conv2d(1, channels, 3), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(channels * 9, 3))
+    passes, form = make_passes(model, F.cross_entropy, 2)
+    for _ in range(2):
+        same(passes, form, torch.randn(2, 5, 1, 8, 8), torch.randint(3, (2, 5)))
+    assert bool(calls) is is_quick
 
 
 # --- Passes of stacked clients that are not replayed: a pass with side effects runs through the model's own code each

@@ -46,7 +46,8 @@ class RowSteps:
         self.setup, self.replays, self.rows = setup, replays, rows
         rule, self.store = setup.rule, setup.population.clients.store
         is_cpu = setup.device.type == "cpu"
-        self.can_serve = rule is not None and (is_cpu or rule.name in _RULES_ON_CUDA)
+        self.exist = replays.make_row_pass is not None
+        self.can_serve = self.exist and rule is not None and (is_cpu or rule.name in _RULES_ON_CUDA)
         self._is_native = None if self.store is None else _are_native(*self.store.tensors)
         self._known: Passes = {}  # row programs for samples of the store, which are all alike
 
