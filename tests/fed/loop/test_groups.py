@@ -10,14 +10,10 @@ from hypothesis import strategies as st
 from fastsam import fed
 from fastsam.fed.clients import packed_samples as stores
 from fastsam.fed.clients.packed_samples import pack_samples as pack_pairs
-from fastsam.fed.clients.pairs import ALIGNMENT
-from fastsam.fed.executors import LocalOptions, Task
-from fastsam.fed.executors.batch_gatherer import BatchGatherer
 from fastsam.fed.sums.fixed_point import FixedPointAggregate
 from fastsam.fed.update.local_update import ClientResults
 from tests.helpers import oracle
 from tests.helpers.fed_runs import FLOAT, digest, fixed_linear, overflow
-from tests.helpers.setups import setup_of
 from tests.helpers.sums import add_client_
 
 SIZES = (9, 9, 4, 9, 9, 17, 9)
@@ -139,16 +135,6 @@ def test_clients_of_one_state_share_their_constants(executor, calls):
 # --- the store ---
 
 
-def test_stored_samples_are_views_that_begin_as_tensors_of_their_own_do():
-    pairs = [(torch.randn(n, 3), torch.randint(0, 5, (n,))) for n in (5, 1, 8, 13)]
-    views, store = pack_pairs(pairs)
-    for (x, y), (own_x, own_y), begin in zip(pairs, views, store.offsets, strict=True):
-        assert torch.equal(x, own_x) and torch.equal(y, own_y)
-        assert own_x.data_ptr() % ALIGNMENT == own_y.data_ptr() % ALIGNMENT == 0
-        assert own_x.data_ptr() == store.x[begin].data_ptr() and own_y.data_ptr() == store.y[begin].data_ptr()
-        assert x.data_ptr() != own_x.data_ptr()
-
-
 def test_without_one_shape_or_with_too_much_there_is_no_store(monkeypatch):
     pairs = [(torch.randn(4, 3), torch.zeros(4)), (torch.randn(4, 2), torch.zeros(4))]
     views, store = pack_pairs(pairs)
@@ -158,23 +144,3 @@ def test_without_one_shape_or_with_too_much_there_is_no_store(monkeypatch):
     assert pack_pairs([pairs[0]] * 2)[1] is None
     monkeypatch.setattr(stores, "MAX_BYTES", 2 * 16 * 16)
     assert pack_pairs([pairs[0]] * 2)[1] is not None
-
-
-@pytest.mark.parametrize(
-    ("n", "size", "counts"), [(10, 3, (4, 4)), (10, 3, (1, 3, 4)), (40, 1, (8,) * 10), (8, 4, (2, 1, 1))]
-)
-@pytest.mark.parametrize("has_store", [True, False], ids=["store", "own"])
-def test_a_span_is_its_batches_one_after_the_other(n, size, counts, has_store):
-    pairs, store = pack_pairs([(torch.randn(n, 2), torch.arange(n)) for _ in range(3)])
-    options = LocalOptions(local_epochs=2, batch_size=size, seed=3)
-    setup = setup_of(None, pairs, options, store=store if has_store else None)
-    tasks = [Task(i, setup, 0, 0.1, fed.LocalUpdate()) for i in range(3)]
-    gatherer, k = BatchGatherer(tasks, tasks[0].epoch_sizes()), 0
-    for count in counts:
-        samples = gatherer.sample_indices(k, count)
-        assert all(part.is_contiguous() for part in samples.tensors) and samples.places.shape[0] == 3
-        for i, places in enumerate(samples.places.split(size, 1)):
-            x, y = gatherer.get(k + i)
-            assert torch.equal(samples.tensors[0][places], x) and torch.equal(samples.tensors[1][places], y)
-        assert i == count - 1
-        k += count
