@@ -139,9 +139,9 @@ def test_steps_too_few_for_the_slots_are_an_error() -> None:
 
 @pytest.mark.parametrize("name", ["perturb_", "update_"])
 def test_rows_that_are_written_do_not_overlap(name: str) -> None:
-    """Two rows of weights at one place, as an expanded tensor has them."""
+    """Two rows of weights with one element in common."""
     step = Step(shapes=[(16,)])
-    params = torch.zeros(1, 16).expand(2, 16)
+    params = torch.zeros(31).as_strided((2, 16), (15, 1))
     grads, field, h = torch.zeros(2, 16), torch.zeros(2, step.layout.row_size), step.h.expand(2, -1, -1).contiguous()
     with pytest.raises(RuntimeError, match="rows that do not overlap"):
         if name == "perturb_":
