@@ -12,13 +12,14 @@ from torch import Tensor
 
 from fastsam.fed.clients.samples import Tensors, tensors_of
 from fastsam.fed.executors.base import ClientError
-from fastsam.fed.executors.batch_gatherer import BatchGatherer
+from fastsam.fed.executors.batch_gatherer import BatchGatherer, SampleOrders, gather_together
 from fastsam.fed.executors.local_rows import LocalRows
 from fastsam.fed.executors.task import Task
 from fastsam.fed.update.local_update import ClientResults, Snapshot
 from fastsam.fed.update.model_copy import buffer_displacement
 from fastsam.fed.update.variant import StepVariant
 
+Group = Sequence["ClientBlock"]  # blocks whose next batches have one shape
 WeightedBatch = tuple[Tensors, Sequence[float]]  # a batch of several clients, and its share in their means
 
 
@@ -161,11 +162,13 @@ class Schedules:
         return schedule
 
 
-def block_of(tasks: Sequence[Task], slot: int, variant: StepVariant, schedules: Schedules) -> ClientBlock:
-    """Return a block of tasks of one key (see `gather_keys`), whose steps are of `variant`, from slot `slot` on."""
+def block_of(orders: SampleOrders, part: slice, slot: int, variant: StepVariant, schedules: Schedules) -> ClientBlock:
+    """Return a block of tasks of one key (see `gather_keys`), whose steps are of `variant`, from slot `slot` on. They
+    are a part of tasks that begin together."""
+    tasks = orders.tasks[part]
     first, schedule = tasks[0], schedules.of(tasks[0], variant)
     has_gatherer = first.setup.population.augment is None
-    gatherer = BatchGatherer(tasks, schedule.sizes) if has_gatherer else None
+    gatherer = BatchGatherer(tasks, schedule.sizes, orders, part.start) if has_gatherer else None
     batches = iter(()) if has_gatherer else first.batches()
     snapshots: list[dict[int, Snapshot]] = [{} for _ in tasks]
     return ClientBlock(
@@ -189,15 +192,20 @@ def slots_of(blocks: Sequence[ClientBlock]) -> list[int]:
     return [slot for block in blocks for slot in range(block.slot, block.end)]
 
 
-def are_neighbours(blocks: Sequence[ClientBlock]) -> bool:
+def are_neighbours(blocks: Group) -> bool:
     """Return True if the blocks' slots are contiguous."""
     return blocks[-1].end - blocks[0].slot == sum(len(block.tasks) for block in blocks)
 
 
-def next_batch(blocks: Sequence[ClientBlock]) -> Tensors:
+def next_batch(blocks: Group) -> Tensors:
     """Return the next batch of all their clients, each `[clients, batch, ...]`. Raises ClientError."""
     if len(blocks) == 1:
         return blocks[0].batch()
+    gatherers = [block.gatherer for block in blocks if block.gatherer is not None]
+    if len(gatherers) == len(blocks) and are_neighbours(blocks):
+        batch = gather_together(gatherers, [block.k for block in blocks])
+        if batch is not None:
+            return batch
     return tuple(map(torch.cat, zip(*(block.batch() for block in blocks), strict=True)))
 
 

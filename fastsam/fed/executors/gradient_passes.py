@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -41,6 +41,17 @@ class Gradients:
     def of_rows(self, rows: slice) -> Gradients:
         """Return the gradients `[rows, *shape]` of some rows."""
         return Gradients([g[rows] for g in self.tensors], self.slots, self.table)
+
+    @classmethod
+    def join(cls, parts: Sequence[Gradients], layout: Layout) -> Gradients:
+        """Return the gradients of several parts of the rows, of the same parameters, next to each other."""
+        first, rows, tensors = parts[0], sum(len(part.tensors[0]) for part in parts), []
+        for slot, column in zip(first.slots, zip(*(part.tensors for part in parts), strict=True), strict=True):
+            segment, g = layout.segments[slot], column[0]
+            strides = (segment.length, *segment.stride)
+            out = torch.empty_strided((rows, *segment.shape), strides, dtype=g.dtype, device=g.device)
+            tensors.append(torch.cat(column, out=out))
+        return cls(tensors, first.slots, first.table)
 
     def like(self, template: Gradients) -> list[Tensor]:
         """Return these gradients for the parameters of `template`, zeros for missing ones."""

@@ -114,12 +114,20 @@ class Replays:
         replay = self._compared_pass(self._passes.get(self._key(samples, size)))
         return replay.row_pass if replay is not None and len(replay.slots) == len(self.strides) else None
 
+    def slots_of(self, size: int, rows: int, *samples: Tensor) -> tuple[int, ...] | None:
+        """Return the indices of the parameters that have a gradient in the passes of `find_function`, or None."""
+        replay = self._find(size, rows, *samples)
+        return None if replay is None or replay.function is None else replay.slots
+
     def find_function(self, size: int, rows: int, *samples: Tensor) -> Function | None:
         """Return the function of passes of `rows` rows with a batch of `size` samples like `samples` (each `[n, ...]`),
         or None if it has not been compared yet."""
-        rowwise = self._key(samples, size)
-        replay = self._compared_pass(self._passes.get((*rowwise, rows), self._passes.get(rowwise)))
+        replay = self._find(size, rows, *samples)
         return None if replay is None else replay.function
+
+    def _find(self, size: int, rows: int, *samples: Tensor) -> Pass | None:
+        rowwise = self._key(samples, size)
+        return self._compared_pass(self._passes.get((*rowwise, rows), self._passes.get(rowwise)))
 
     def has_row_pass(self, *batch: Tensor) -> bool:
         """Return True if passes over a batch, each tensor `[rows, batch, ...]`, which ran before, are run by a row

@@ -13,11 +13,13 @@ from torch import Tensor
 from fastsam.fed.clients.samples import Tensors
 from fastsam.fed.executors import epoch_graphs, stacked
 from fastsam.fed.executors.base import ClientError, ClientOutcome, Executor, excludes
-from fastsam.fed.executors.batch_gatherer import gather_keys
+from fastsam.fed.executors.batch_gatherer import SampleOrders, gather_keys
 from fastsam.fed.executors.client_block import (
     ClientBlock,
+    Group,
     Schedules,
     WeightedBatch,
+    are_neighbours,
     block_of,
     client_error,
     next_batch,
@@ -39,6 +41,8 @@ from fastsam.fed.update.local_update import ClientResults
 from fastsam.fed.update.model_copy import Replica
 from fastsam.fed.update.pilot import Pilot
 
+_JOINT_NUMEL = 2**18  # largest number of elements of all rows in a joint step
+_SHORT_ROW = 2**15  # elements of a row from which on torch's norm of one row differs from its norm of several
 _SLOT = attrgetter("slot")
 
 
@@ -47,8 +51,8 @@ class Vmap(Executor):
     finished row is refilled. Agrees with the plain executor to rounding; the same number of slots gives the same bits.
 
     `_tick` takes the steps. Row programs are the first choice: they take all steps of all blocks in one native call.
-    Else a captured graph runs a block's epoch. Else recorded passes take one step of all
-    blocks with one shape.
+    Else a captured graph runs a block's epoch. Else blocks with one shape share a recorded pass. Short rows of all
+    shapes share the rest of a step, which costs more calls than their passes.
 
     Raises:
         ValueError: the model cannot be mapped; the message has the reason.
@@ -73,6 +77,11 @@ class Vmap(Executor):
         # A capture that fails is the end of a run.
         self.epochs = None if setup.options.on_client_error == "exclude" else epoch_graphs.epoch_graphs_of(setup)
         self._schedules = Schedules()
+        is_cpu, length = setup.device.type == "cpu", setup.layout.row_size
+        # Results of short rows come together if their slots get no new clients, because the sums cost a call each.
+        self.holds_results = is_cpu and length < _SHORT_ROW and not self.row_steps.exist
+        # A joint step cannot be repeated without the clients of one group.
+        self.joins = is_cpu and length * self.slots <= _JOINT_NUMEL and setup.options.on_client_error != "exclude"
         self.replica.module.train()
 
     def train(self, start: Tensor, buffers: Sequence[Tensor], tasks: Iterable[Task]) -> Iterator[ClientOutcome]:
@@ -81,18 +90,19 @@ class Vmap(Executor):
             buffer.copy_(new)
         self.start, self.buffers = start, buffers
         active: list[ClientBlock] = []
-        source, free = iter(tasks), list(range(self.slots))
+        source, free, has_tasks = iter(tasks), list(range(self.slots)), True
         with self.random.preserve_states():
             while True:
-                blocks = self._open(source, free) if free else []
-                if blocks:
+                if free and has_tasks:
+                    blocks = self._open(source, free)
                     active = sorted([*active, *blocks], key=_SLOT)
                     free = free[sum(len(block.tasks) for block in blocks) :]
+                    has_tasks = not free
                 if not active:
                     return
                 self._tick([block for block in active if not block.is_finished])
                 ready = [block for block in active if block.is_finished]
-                if ready:
+                if ready and (has_tasks or not self.holds_results or len(ready) == len(active)):
                     active = [block for block in active if not block.is_finished]
                     free = sorted([*free, *slots_of(ready)])
                     yield from {id(block.error): block.error for block in ready if block.error is not None}.values()
@@ -115,8 +125,9 @@ class Vmap(Executor):
         sorts = {key: (update.constants.variant, update.pilot) for key, update in updates.items()}
         for part in runs([(free[i] - i, sorts[id(task.update)]) for i, task in enumerate(new)]):
             group, slots, (variant, pilot) = new[part], free[part], sorts[id(new[part.start].update)]
+            orders = SampleOrders(group)
             blocks = [
-                block_of(group[members], slots[members.start], variant, self._schedules)
+                block_of(orders, members, slots[members.start], variant, self._schedules)
                 for members in runs(gather_keys(group))
             ]
             rows = self.rows.begin(blocks, self.start)
@@ -191,15 +202,40 @@ class Vmap(Executor):
 
     def _tick(self, blocks: list[ClientBlock]) -> None:
         """Take one local step of every client, or more if row programs or a graph take them."""
-        groups: dict[object, list[ClientBlock]] = {}  # blocks whose next batches have one shape
+        groups: dict[int, list[ClientBlock]] = {}  # by the shape of the next batch
         for block in self._train_by_rows(blocks):
             groups.setdefault(block.shape_number, []).append(block)
-        for group in groups.values():
+        for joint in self._joint_groups(list(groups.values())):
             try:
-                if not self._train_by_graph(group):
-                    self._step(group)
+                if not self._train_by_graph(joint):
+                    self._step(joint)
             except ClientError as error:
-                self._leave_out(group, error)
+                self._leave_out([block for group in joint for block in group], error)
+
+    def _joint_groups(self, groups: Sequence[Group]) -> list[list[Group]]:
+        """Return the groups that take a step together: their passes are separate, and the rest is done once.
+
+        They are neighbours, and their passes have gradients of the same parameters. Their rows are short: gradients of
+        long rows would take longer to move than the calls that are saved.
+        """
+        result, last_key = list[list[Group]](), None
+        for group in groups:
+            key = self._joint_key(group) if self.joins and len(groups) > 1 else None
+            if key is not None and key == last_key and result[-1][-1][-1].end == group[0].slot:
+                result[-1].append(group)
+            else:
+                result.append([group])
+            last_key = key
+        return result
+
+    def _joint_key(self, group: Group) -> tuple[object, ...] | None:
+        """Return what groups that take a step together have in common, or None for a group by itself."""
+        block = group[0]
+        if block.gatherer is None or not are_neighbours(group):
+            return None
+        size = block.sizes[block.k % block.epoch]
+        slots = self.passes.replays.slots_of(size, group[-1].end - block.slot, *block.samples)
+        return None if slots is None else (block.variant, slots)
 
     def _leave_out(self, blocks: list[ClientBlock], error: ClientError) -> None:
         """Exclude the blocks whose clients have this error. Raises the error if clients are not excluded."""
@@ -209,13 +245,14 @@ class Vmap(Executor):
             if not set(error.client_ids).isdisjoint(task.client for task in block.tasks):
                 block.error = error
 
-    def _train_by_graph(self, blocks: list[ClientBlock]) -> bool:
+    def _train_by_graph(self, groups: Sequence[Group]) -> bool:
         """Take the next epoch of a block by a captured graph. Return False without a graph."""
-        if self.epochs is None or len(blocks) > 1 or blocks[0].variant.has_schedule:
+        block = groups[0][0]
+        if self.epochs is None or len(groups) > 1 or len(groups[0]) > 1 or block.variant.has_schedule:
             return False
-        rows, replays = self.rows.gather(blocks), self.passes.replays
+        rows, replays = self.rows.gather([block]), self.passes.replays
         return self.epochs.train(
-            blocks[0], rows, replays, lambda batch, is_last: self._local_step(blocks, rows, batch, is_last)
+            block, rows, replays, lambda batch, is_last: self._local_step(groups, rows, [batch], is_last)
         )
 
     def _train_by_rows(self, blocks: list[ClientBlock]) -> list[ClientBlock]:
@@ -230,36 +267,51 @@ class Vmap(Executor):
                     raise failure
         return others
 
-    def _step(self, blocks: list[ClientBlock]) -> None:
-        """Take one step of clients whose batches have one shape."""
-        batch = next_batch(blocks)
+    def _step(self, groups: Sequence[Group]) -> None:
+        """Take one step of the groups."""
+        batches, blocks = [next_batch(group) for group in groups], [block for group in groups for block in group]
         rows, is_last = self.rows.gather(blocks), any(block.k + 1 == block.steps for block in blocks)
-        self._local_step(blocks, rows, batch, is_last, rows_to_keep(blocks))
+        self._local_step(groups, rows, batches, is_last, rows_to_keep(blocks))
         self.rows.put_back(blocks, rows)
         for block in blocks:
             block.k += 1
 
     def _local_step(
         self,
-        blocks: list[ClientBlock],
+        groups: Sequence[Group],
         rows: LocalRows,
-        batch: Tensors,
+        batches: Sequence[Tensors],
         is_last: bool,
         kept: Sequence[KeptRow] = (),
     ) -> None:
-        """Take a step of the blocks' rows on the device, and add up the losses.
+        """Take a step of the groups' rows on the device, and add up the losses.
 
         Args:
-            blocks: the clients.
+            groups: the clients.
             rows: their rows.
-            batch: tensors of a batch, each `[rows, batch, ...]`.
+            batches: for each group the tensors of a batch, each `[rows, batch, ...]`.
             is_last: it is the last step of some clients.
             kept: rows that are copied before the step.
         """
-        losses = rows.step(lambda batch, _, is_second: self._pass(blocks, rows, batch), batch, None, kept, is_last)
-        rows.losses.add_(losses.double() * batch[0].shape[1])
+        losses = rows.step(
+            lambda batches, _, is_second: self._passes(groups, rows, batches), batches, None, kept, is_last
+        )
+        sizes: int | Tensor = batches[0][0].shape[1]
+        if len(batches) > 1:
+            sizes = torch.tensor([batch[0].shape[1] for batch in batches for _ in batch[0]], dtype=torch.float64)
+        rows.losses.add_(losses.double() * sizes)
 
-    def _pass(self, blocks: list[ClientBlock], rows: LocalRows, batch: Tensors) -> tuple[Tensor, Gradients]:
+    def _passes(self, groups: Sequence[Group], rows: LocalRows, batches: Sequence[Tensors]) -> tuple[Tensor, Gradients]:
+        """Run a pass of each group, and return the losses and gradients of all rows."""
+        if len(groups) == 1:
+            return self._pass(groups[0], rows, batches[0])
+        results = [
+            self._pass(group, self.rows.neighbours(group), batch) for group, batch in zip(groups, batches, strict=True)
+        ]
+        losses, gradients = zip(*results, strict=True)
+        return torch.cat(losses), Gradients.join(gradients, self.layout)
+
+    def _pass(self, blocks: Group, rows: LocalRows, batch: Tensors) -> tuple[Tensor, Gradients]:
         try:
             return self.passes.run(rows, *batch)
         except Exception as error:

@@ -15,8 +15,9 @@ from torch import nn
 from fastsam import fed
 from fastsam.fed import executors
 from fastsam.fed.clients.packed_samples import pack_samples as store_of
+from fastsam.fed.common import seeds
 from fastsam.fed.executors import LocalOptions, Setup, Task, stacked, stacked_rows, vmap
-from fastsam.fed.executors.batch_gatherer import BatchGatherer
+from fastsam.fed.executors.batch_gatherer import BatchGatherer, SampleOrders, gather_together
 from tests.helpers import fed_cases as cases
 from tests.helpers import oracle
 from tests.helpers.fed_kinds import Rows, in_another_collate, pairs
@@ -92,9 +93,10 @@ def test_ignored_labels_do_not_count():
 
 
 def tasks_of(n, has_store, **options):
-    """Three tasks of n samples, in a store or each on its own."""
+    """Three tasks of n samples, or tasks of n[0], n[1], ... samples, in a store or each on its own."""
     local = LocalOptions(**{"local_epochs": 2, "batch_size": 3, "seed": 5, **options})
-    pairs = [(torch.arange(n, dtype=torch.float64)[:, None] + 1000 * i, torch.arange(n)) for i in range(3)]
+    sizes = (n,) * 3 if isinstance(n, int) else n
+    pairs = [(torch.arange(n, dtype=torch.float64)[:, None] + 1000 * i, torch.arange(n)) for i, n in enumerate(sizes)]
     store = None
     if has_store:
         pairs, store = store_of(pairs)
@@ -124,6 +126,48 @@ def test_what_a_feed_has_gathered_goes_with_it(has_store):
     removed_ops = weakref.ref(gatherer)
     del gatherer
     assert removed_ops() is None
+
+
+def test_clients_that_begin_together_draw_once_an_epoch(monkeypatch):
+    """Their next batches come in one gather where they are at the same place of an epoch."""
+    tasks, draws = tasks_of((7, 4, 5), True), []
+    original = seeds.write_orders
+    expected = [list(task.batches()) for task in tasks]
+    monkeypatch.setattr(seeds, "write_orders", lambda *args: draws.append(args) or original(*args))
+    orders = SampleOrders(tasks)
+    gatherers = [BatchGatherer([t], t.epoch_sizes(), orders, i) for i, t in enumerate(tasks)]
+    for steps in ([0, 0, 0], [3, 2, 2]):  # the first batch of either epoch
+        batch = gather_together(gatherers, steps)
+        assert batch is not None
+        for name in (0, 1):
+            rows = [batches[k][name] for batches, k in zip(expected, steps, strict=True)]
+            assert torch.equal(batch[name], torch.stack(rows))
+    assert len(draws) == 2
+    assert gather_together(gatherers[:2], [2, 1]) is None  # the last batches: the third and the second of an epoch
+    for gatherer, batches in zip(gatherers, expected, strict=True):
+        assert all(torch.equal(gatherer.get(k)[0][0], x) for k, (x, _) in enumerate(batches))
+
+
+@pytest.mark.parametrize("algorithm", [fed.FedAvg(), fed.FedSMOO()])
+def test_groups_of_short_rows_take_a_step_together_in_the_same_bits(monkeypatch, algorithm):
+    """Results that free no slot for a new client come together too."""
+    steps, results, step = [], [], vmap.LocalRows.step
+    monkeypatch.setattr(vmap.LocalRows, "step", lambda rows, *args: steps.append(rows) or step(rows, *args))
+    of = vmap.results_of
+    monkeypatch.setattr(vmap, "results_of", lambda blocks, *args: results.append(blocks) or of(blocks, *args))
+
+    def train():
+        steps.clear()
+        results.clear()
+        model, data = oracle.smooth_model(torch.float64), oracle.ragged_clients(torch.float64, SIZES)
+        result = fed.run(model, data, algorithm, executor="vmap", slots=8, rounds=6, batch_size=5, participation=1.0)
+        return digest(result), len(steps), len(results)
+
+    together = train()
+    monkeypatch.setattr(vmap, "_JOINT_NUMEL", 0)
+    monkeypatch.setattr(vmap, "_SHORT_ROW", 0)
+    apart = train()
+    assert together[0] == apart[0] and together[1] < apart[1] and together[2] < apart[2]
 
 
 # --- what is refused ---

@@ -45,7 +45,8 @@ class RowSteps:
         self.setup, self.replays, self.rows = setup, replays, rows
         rule, self.store = setup.rule, setup.population.clients.store
         is_cpu = setup.device.type == "cpu"
-        self.can_serve = rule is not None and (is_cpu or rule.name in _RULES_ON_CUDA)
+        self.exist = replays.make_row_pass is not None
+        self.can_serve = self.exist and rule is not None and (is_cpu or rule.name in _RULES_ON_CUDA)
 
     def train(self, blocks: Sequence[ClientBlock], start: Tensor) -> list[ClientBlock]:
         """Take the next steps of each block for whose batches there are row programs. Return the other blocks.
