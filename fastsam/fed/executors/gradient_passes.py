@@ -76,7 +76,7 @@ class Passes:
         """Return the loss (detached) and its gradients at the replica's weights, on inputs and labels, or on a batch
         `x` that has both."""
         loss = self.loss_of(x, y)
-        if loss.is_cpu and loss.is_floating_point():
+        if type(loss) is Tensor and loss.is_cpu and loss.is_floating_point():
             self._run_backward(loss)
         else:
             loss.backward()
