@@ -149,6 +149,11 @@ def put_word(part: str, index: int, word: int) -> Callable[[dict[str, list[int]]
     return lambda parts: parts[part].__setitem__(index, word)
 
 
+def put_beyond(position: int) -> Callable[[dict[str, list[int]]], object]:
+    """Change the operand at `position` to one element, which is the first beyond its memory."""
+    return lambda parts: [parts["instruction"].__setitem__(*pair) for pair in ((SIZE, 1), (position + 1, N))]
+
+
 def add(words: list[int]) -> int:
     return torch.ops.fastsam.row_program(torch.tensor(words))
 
@@ -163,6 +168,7 @@ OUTSIDE = [
     *[put_word("instruction", SIZE, word) for word in (N + 1, 0, -1, MANY)],
     *[put_word("instruction", position + 1, word) for position in (OUT_AT, A_AT) for word in (1, -1, MANY)],
     *[put_word("instruction", position + 5, word) for position in (OUT_AT, A_AT, B_AT) for word in (2, -1, MANY)],
+    *[put_beyond(position) for position in (OUT_AT, A_AT)],
     *[put_word("instruction", OUT_AT, word) for word in (-1, 0, 2, MANY)],
     *[put_word("instruction", A_AT, word) for word in (-2, 0, 3, 4, MANY)],
     *[put_word("head", 1, word) for word in (N - 1, -1)],

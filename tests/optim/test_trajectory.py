@@ -232,6 +232,18 @@ def test_learning_rate_and_rho_as_tensors(tensor_option: str, maximize: bool, ba
             target[name] = tensor.item()
 
 
+def test_rounding_makes_no_variance_negative(backend: Backend) -> None:
+    """Constant gradients have none in the end: `v - mean**2` may be a rounding below zero."""
+    p = nn.Parameter(torch.zeros(1000, device=backend.device))
+    options: dict[str, Any] = {"lr": 0.1, "alpha": 0.5, "centered": True, "eps": 1.0}
+    opt = FusedSAM([p], torch.optim.RMSprop, backend=backend.name, **options)
+    for _ in range(40):
+        for half in (opt.first_step, opt.second_step):
+            p.grad = torch.linspace(0.1, 1.0, 1000, device=backend.device)
+            half()
+    assert bool((opt.state[p]["square_avg"] < opt.state[p]["grad_avg"] ** 2).any()) and bool(p.isfinite().all())
+
+
 def test_lion_is_algorithm_2_of_its_paper() -> None:
     """The class by itself, against the update written down once more; a closure is called, a parameter without a
     gradient stays."""
