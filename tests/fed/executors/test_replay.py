@@ -16,8 +16,10 @@ from fastsam.fed.executors import graph_passes
 from fastsam.fed.executors.graph_passes import aten, simplify
 from fastsam.fed.executors.recording import Recording
 from fastsam.fed.executors.replay import Replays
+from fastsam_kernels import native
 from tests.helpers.stacked_passes import make_passes, same
 
+needs_row_programs = pytest.mark.skipif(native.why_not("cpu") is not None, reason=f"{native.why_not('cpu')}")
 ACTIVATIONS = [nn.Tanh, nn.ReLU, lambda: nn.ReLU(inplace=True), nn.GELU, nn.SiLU, nn.Identity]
 
 
@@ -157,6 +159,7 @@ def test_writes_in_place_are_recorded_without_them():
         same(passes, form, x, y)
 
 
+@needs_row_programs
 def test_a_recording_for_a_row_program_stops_at_an_operation_without_a_form(monkeypatch, caplog):
     passes, form = make_passes(nn.Sequential(nn.LayerNorm(3), nn.Linear(3, 2)))
     assert passes.replays.make_row_pass is not None
@@ -191,6 +194,7 @@ def test_training_and_evaluation_are_two_passes():
         same(passes, form, x, y)
 
 
+@needs_row_programs
 def test_the_models_code_runs_once_for_a_replay_after_it_was_compared():
     class Seen(nn.Linear):
         calls = 0
