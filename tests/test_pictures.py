@@ -33,7 +33,7 @@ BARS: dict[str, Bars] = {
     "gpu-rounds.svg": speeds.gpu_round_bars,
 }
 PANELS = [*BARS, "variants-wrong.svg", "variants-right.svg", "surfaces-sgd.svg", "surfaces-sam.svg"]
-OTHERS = [recording.FILE.name, "tutorial_federated.svg"]  # of tools/recording.py and tools/notebooks.py
+OTHERS = [recording.FILE.name, "tutorial_federated.svg"]  # drawn by tools/recording.py and tools/notebooks.py
 ALL = [*PANELS, *diagrams.DIAGRAMS]
 PHONE = 390 - 2 * 16  # pixels of a phone's page without its margins
 

@@ -26,7 +26,7 @@ def mlp(width: int = 32) -> nn.Module:
 
 
 def cnn(width: int = 1) -> nn.Module:
-    """Return a CNN for 28x28x1; 225,034 parameters. Layers have `width` times as many channels and neurons."""
+    """Return a CNN for 28x28x1; 225,034 parameters. `width` multiplies the channels and neurons of the layers."""
     return nn.Sequential(
         nn.Conv2d(1, 32 * width, 3), nn.ReLU(), nn.MaxPool2d(2),
         nn.Conv2d(32 * width, 64 * width, 3), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(),

@@ -172,7 +172,7 @@ def test_resume_extends_a_finished_run(cwd: Path) -> None:
     ],
 )
 def test_wrong_usage(arguments: list[str], message: str, capsys: pytest.CaptureFixture) -> None:
-    """Words that are no command, or more than it takes. `test_odd_input.py` has wrong values."""
+    """Unknown commands, and commands with too many arguments. `test_odd_input.py` has wrong values."""
     with pytest.raises(SystemExit) as end:
         cli.main(arguments)
     assert end.value.code == 2 and message in capsys.readouterr().err

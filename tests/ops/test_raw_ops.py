@@ -17,7 +17,7 @@ pytestmark = pytest.mark.skipif(
 )
 Misuse = tuple[str, Callable[[Any], Any]]
 FAR = 2**63 - 1
-END = 97  # of the last segment of `small_step`
+END = 97  # end of the last segment of `small_step`
 MATRIX = 1  # the second operand of `shapes` below is one
 LISTS: list[Misuse] = [
     ("empty", lambda ts: []), ("too few", lambda ts: ts[:2]),

@@ -263,8 +263,11 @@ def agree(
     tolerance: float = _GRADIENT,
     loss_tolerance: float | None = None,
 ) -> bool:
-    """Return True if losses `[rows]` and gradients agree to rounding, or overflow, which shows nothing. The norm
-    of all gradients may have the relative error `tolerance`, and a loss `loss_tolerance` (None: by its dtype)."""
+    """Return True if losses `[rows]` and gradients agree to rounding, or overflow, which shows nothing.
+
+    `tolerance` bounds the relative error of the norm of all gradients. `loss_tolerance` bounds the relative error of a
+    loss; None takes the bound of its dtype.
+    """
     norm = torch.stack([g.double().square().sum() for g in grads]).sum().sqrt() if grads else torch.zeros(())
     squares = torch.stack([(a - b).double().square().sum() for a, b in zip(grads, other_grads, strict=True)] or [norm])
     if not bool(norm.isfinite() & losses.isfinite().all()):

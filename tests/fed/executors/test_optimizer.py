@@ -128,7 +128,7 @@ def test_a_client_keeps_the_state_of_its_optimizer(executor, name):
 
 @pytest.mark.parametrize("algorithm", [fed.FedSCAM(rho=0.3), fed.SCAFFOLD(), fed.FedSMOO(rho=0.1), fed.MOON()])
 def test_executors_agree_about_kept_states(algorithm):
-    """Algorithms with numbers of each client, with states of their own, and with a loop."""
+    """Algorithms with a radius for each client, with states of clients, and with a loop."""
     options = {"optimizer": RULES["AdamW"], "local_parameters": None if has_loop(algorithm) else "2"}
     other = "threads" if has_loop(algorithm) else "vmap"
     models = [run_with_pauses(algorithm, executor=e, slots=2, **options).model for e in ("sequential", other)]

@@ -316,7 +316,7 @@ test_refused = refusals(
     (lambda: start(privacy={"clip": 0.0}), "clip .* > 0, got 0.0"),
     # formats of the memory
     (lambda: start(memory_format="nhwc"), "memory_format must be .*'auto', 'preserve', 'channels_last'.* got 'nhwc'"),
-    # what would only be found after a round
+    # errors that would otherwise come after a round
     (lambda: start(run_dir=5), "run_dir must be a path, got 5"),
     (lambda: start(resume=True), "resume=True continues what is in run_dir; name the directory"),
     (lambda: start(resume="yes", run_dir="new"), "resume must be one of True, False, got 'yes'"),
