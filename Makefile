@@ -65,10 +65,15 @@ endef
 $(VENV)/.has-fastsam: $(VENV)/.has-torch pyproject.toml setup.py $(SOURCES)
 	$(call install_fastsam,[lab])
 
+# PyPI's torchvision belongs to its CUDA build of torch. Beside another build its import fails, and so do those of
+# packages that use it where it is installed (transformers). $(1): an interpreter; $(2): torchvision and its users.
+remove_unless_imported = { $(1) -c 'import torchvision' 2>/dev/null || { $(1) -m pip uninstall -qy $(2); false; }; }
+
 # Before .has-fastsam where both are needed: one call of pip then does for both.
 $(VENV)/.has-tests: $(VENV)/.has-torch pyproject.toml
 	$(call install_fastsam,$(EXTRAS))
-	@$(INSTALL) -q $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) 'torchvision>=0.25' \
+	@{ $(INSTALL) -q $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) 'torchvision>=0.25'; \
+	  $(call remove_unless_imported,$(BIN)/python,torchvision); } \
 	  || echo "no torchvision for the torch in $(VENV): the tests that need it are skipped"
 	@touch $@
 
@@ -229,6 +234,8 @@ $(PEERS)/integrations/.ready: constraints.txt pyproject.toml
 	  torch 'setuptools>=77' ninja
 	$(call install_beside,$(PEERS)/integrations,[integrations$(COMMA)test])
 	@$(PEERS)/integrations/bin/python -m pip install $(QUIET) --no-deps -c $(VENV)/constraints.txt timm torchvision
+	@$(call remove_unless_imported,$(PEERS)/integrations/bin/python,torchvision timm) \
+	  || echo "no torchvision for the torch in $(PEERS)/integrations: the tests that need it are skipped"
 	@touch $@
 
 test-integrations: $(VENV)/.has-fastsam $(PEERS)/integrations/.ready ## FusedSAM in other people's trainers

@@ -1,0 +1,125 @@
+"""Clients with a small BERT of transformers, adapters of peft, AdamW, and batches of dicts with masks.
+
+The workload's clients, cohort and sizes, with texts of 4 to 32 words. The other simulators do not take such clients.
+The module is imported only where transformers and peft are installed.
+"""
+
+import random
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import Tensor, nn
+from transformers import BertConfig, BertForSequenceClassification
+
+from bench.fed import plain
+from bench.fed.workload import BATCH, CLASSES, FEWEST, MOST, RHO, SAMPLES, Workload
+from fastsam import fed
+
+VOCABULARY, LENGTH, WIDTH, RANK, LR = 1000, 32, 64, 4, 1e-2
+TYPICAL = 20  # words of a class, which are half of its texts
+
+Batch = dict[str, Tensor]
+LOSS = fed.BatchLoss(lambda model, batch: model(**batch).loss)
+
+
+def make_model() -> nn.Module:
+    """Return a BERT of two layers, 64 wide, without dropout. Adapters of query and value, and the classifier, train."""
+    torch.manual_seed(0)
+    config = BertConfig(
+        vocab_size=VOCABULARY, hidden_size=WIDTH, num_hidden_layers=2, num_attention_heads=2,
+        intermediate_size=2 * WIDTH, max_position_embeddings=LENGTH, num_labels=CLASSES, hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
+    )  # fmt: skip
+    lora = LoraConfig(task_type="SEQ_CLS", r=RANK, target_modules=["query", "value"])
+    model: nn.Module = get_peft_model(BertForSequenceClassification(config), lora)
+    return model
+
+
+def clients(workload: Workload) -> list[Batch]:
+    """Return per client `input_ids` (0 is padding), `attention_mask` and `labels`, all int64."""
+    draws = np.random.default_rng(0)
+    typical = draws.integers(1, VOCABULARY, size=(CLASSES, TYPICAL))
+    result = []
+    for _ in range(workload.clients):
+        n = int(draws.integers(FEWEST, MOST + 1)) if workload.sizes == "unequal" else SAMPLES
+        y = draws.integers(CLASSES, size=n)
+        of_class = np.take_along_axis(typical[y], draws.integers(TYPICAL, size=(n, LENGTH)), 1)
+        words = np.where(draws.random((n, LENGTH)) < 0.5, of_class, draws.integers(1, VOCABULARY, size=(n, LENGTH)))
+        mask = np.arange(LENGTH) < draws.integers(4, LENGTH + 1, size=(n, 1))
+        arrays = {"input_ids": words * mask, "attention_mask": mask.astype(np.int64), "labels": y}
+        result.append({name: torch.from_numpy(array) for name, array in arrays.items()})
+    return result
+
+
+def train(workload: Workload, rounds: int, tick: Callable[[], None], option: str) -> nn.Module:
+    """Train and return the model. `option` is "bare", or an executor, or "plain-" and an executor."""
+    model, data = make_model(), clients(workload)
+    if option == "bare":
+        return bare(model, data, workload, rounds, tick)
+    if option.startswith("plain-"):
+        plain.hide_kernels()
+    return fed.run(
+        model, data, fed.algorithms.registry[workload.algorithm](), rounds=rounds, batch_size=BATCH, loss=LOSS,
+        optimizer="AdamW", lr=LR, participation=workload.cohort / workload.clients, sampler="fixed", eval_every=rounds,
+        progress=lambda record: tick(), executor=option.removeprefix("plain-"),
+    ).model  # fmt: skip
+
+
+def bare(
+    model: nn.Module, data: list[Batch], workload: Workload, rounds: int, tick: Callable[[], None]
+) -> nn.Module:
+    """Train with the loop that one writes without a library, with torch's fused AdamW."""
+    weights = [p for p in model.parameters() if p.requires_grad]
+    for _ in range(rounds):
+        start = [w.detach().clone() for w in weights]
+        mean = [torch.zeros_like(w) for w in start]
+        for i in random.sample(range(workload.clients), workload.cohort):
+            load(weights, start)
+            optimizer = torch.optim.AdamW(weights, lr=LR, fused=True)
+            for batch in batches(data[i]):
+                gradients(model, weights, batch)
+                if workload.algorithm == "fedsam":
+                    second_gradients(model, weights, batch)
+                optimizer.step()
+            for m, w in zip(mean, weights, strict=True):
+                m.add_(w.detach(), alpha=1 / workload.cohort)
+        load(weights, mean)
+        tick()
+    return model
+
+
+@torch.no_grad()
+def load(weights: list[nn.Parameter], values: list[Tensor]) -> None:
+    for w, value in zip(weights, values, strict=True):
+        w.copy_(value)
+
+
+def batches(client: Batch) -> Iterator[Batch]:
+    for rows in torch.randperm(len(client["labels"])).split(BATCH):
+        yield {name: tensor[rows] for name, tensor in client.items()}
+
+
+def gradients(model: nn.Module, weights: list[nn.Parameter], batch: Batch) -> None:
+    """Set `grad` of each weight."""
+    for w, g in zip(weights, torch.autograd.grad(LOSS(model, batch), weights), strict=True):
+        w.grad = g
+
+
+def second_gradients(model: nn.Module, weights: list[nn.Parameter], batch: Batch) -> None:
+    """Set `grad` of each weight to the gradient at SAM's perturbed weights, as it is usually written."""
+    grads: list[Any] = [w.grad for w in weights]
+    start = [w.detach().clone() for w in weights]
+    scale = RHO / (torch.stack([g.norm() for g in grads]).norm() + 1e-12)
+    load(weights, [w + g * scale for w, g in zip(start, grads, strict=True)])
+    gradients(model, weights, batch)
+    load(weights, start)
+
+
+@torch.no_grad()
+def loss_of(workload: Workload, model: nn.Module) -> float:
+    """Return the mean loss of 100 clients."""
+    model.eval()
+    return float(np.mean([float(LOSS(model, client)) for client in clients(workload)[:100]]))
