@@ -28,7 +28,7 @@ export PYTHONDONTWRITEBYTECODE :=
 .DEFAULT_GOAL := help
 .PHONY: help demo docs pictures recording test test-cuda test-slow test-sanitize attack test-malloc test-peers \
   test-integrations check format bench bench-kernels bench-accuracy bench-evidence bench-fed \
-  figures wheels gpu gpu-carry clean
+  bench-transformers figures wheels gpu gpu-carry clean
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
 
@@ -65,15 +65,10 @@ endef
 $(VENV)/.has-fastsam: $(VENV)/.has-torch pyproject.toml setup.py $(SOURCES)
 	$(call install_fastsam,[lab])
 
-# PyPI's torchvision belongs to its CUDA build of torch. Beside another build its import fails, and so do those of
-# packages that use it where it is installed (transformers). $(1): an interpreter; $(2): torchvision and its users.
-remove_unless_imported = { $(1) -c 'import torchvision' 2>/dev/null || { $(1) -m pip uninstall -qy $(2); false; }; }
-
 # Before .has-fastsam where both are needed: one call of pip then does for both.
 $(VENV)/.has-tests: $(VENV)/.has-torch pyproject.toml
 	$(call install_fastsam,$(EXTRAS))
-	@{ $(INSTALL) -q $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) 'torchvision>=0.25'; \
-	  $(call remove_unless_imported,$(BIN)/python,torchvision); } \
+	@$(INSTALL) -q $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) 'torchvision>=0.25' \
 	  || echo "no torchvision for the torch in $(VENV): the tests that need it are skipped"
 	@touch $@
 
@@ -234,8 +229,6 @@ $(PEERS)/integrations/.ready: constraints.txt pyproject.toml
 	  torch 'setuptools>=77' ninja
 	$(call install_beside,$(PEERS)/integrations,[integrations$(COMMA)test])
 	@$(PEERS)/integrations/bin/python -m pip install $(QUIET) --no-deps -c $(VENV)/constraints.txt timm torchvision
-	@$(call remove_unless_imported,$(PEERS)/integrations/bin/python,torchvision timm) \
-	  || echo "no torchvision for the torch in $(PEERS)/integrations: the tests that need it are skipped"
 	@touch $@
 
 test-integrations: $(VENV)/.has-fastsam $(PEERS)/integrations/.ready ## FusedSAM in other people's trainers
@@ -247,6 +240,11 @@ bench-fed: $(READY) $(PEER_NAMES:%=$(PEERS)/%/.ready) ## federated rounds beside
 	@$(BIN)/python -m bench federated --out $(or $(OUT),runs/bench-fed) \
 	  $$(for peer in $(PEER_NAMES); do \
 	    test ! -e $(PEERS)/$$peer/.ready || echo --peer $$peer=$(PEERS)/$$peer/bin/python; done) $(ARGS)
+
+# In the environment of other people's trainers, which has transformers and peft.
+bench-transformers: $(VENV)/.has-fastsam $(PEERS)/integrations/.ready ## federated rounds of a small BERT with adapters
+	@$(PEERS)/integrations/bin/python -m bench federated --cases 'bert/*' --out $(or $(OUT),runs/bench-transformers) \
+	  $(ARGS)
 
 # Publishing is a separate step of the other benchmarks, because a busy machine's figures are worth nothing.
 figures: $(READY) ## measure all that README shows, then write its tables, pages and pictures

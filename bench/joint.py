@@ -53,6 +53,7 @@ FIGURES: dict[str, tuple[Figure, ...]] = {
     "variants": (Figure("eager.to.SAM", "Time of the optimizer part of a step; `SAM` is 1"),),
     "speed-1": (Figure("speed", "Rounds per second on one core; the bare loop is 1"),),
     "speed-2": (Figure("speed", "Rounds per second on two cores; the bare loop on one core is 1"),),
+    "bert": (Figure("speed", "Rounds per second of BERT with LoRA on one core; the bare loop is 1"),),
     "overhead": (Figure("round", "Time of a round; FedAvg is 1"),),
     "ranks": (Figure("speed", "Rounds per second; one rank is 1"),),
     "growth": (Figure("speed", "Rounds per second; the first size is 1"),),

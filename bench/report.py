@@ -79,6 +79,7 @@ COLUMNS: dict[str, Sequence[Column]] = {
         Column("host, gradients elsewhere every time", "host_seconds.changed", duration),
     ),
     **dict.fromkeys(("speed-1", "speed-2", "growth", "ranks"), RACE),
+    "bert": (*RACE, Column("seconds of a round", "seconds"), Column("CPU seconds, first round", "first")),
     "overhead": (
         Column("seconds of a local step, FedAvg = 1", "step", digits(3), quartiles=True),
         Column("of a round", "round", digits(3), quartiles=True),

@@ -1,22 +1,28 @@
 """Clients with a small BERT of transformers, adapters of peft, AdamW, and batches of dicts with masks.
 
 The workload's clients, cohort and sizes, with texts of 4 to 32 words. The other simulators do not take such clients.
-The module is imported only where transformers and peft are installed.
+The module is imported only if transformers and peft are installed.
 """
 
 import random
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
 import torch
-from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
-from transformers import BertConfig, BertForSequenceClassification
 
 from bench.fed import plain
 from bench.fed.workload import BATCH, CLASSES, FEWEST, MOST, RHO, SAMPLES, Workload
 from fastsam import fed
+from fastsam.fed.common.import_paths import PackageError, vision
+
+with suppress(PackageError):
+    vision("torchvision", "transformers")  # which imports an installed torchvision, and fails if that import fails
+
+from peft import LoraConfig, get_peft_model
+from transformers import BertConfig, BertForSequenceClassification
 
 VOCABULARY, LENGTH, WIDTH, RANK, LR = 1000, 32, 64, 4, 1e-2
 TYPICAL = 20  # words of a class, which are half of its texts
@@ -68,9 +74,7 @@ def train(workload: Workload, rounds: int, tick: Callable[[], None], option: str
     ).model  # fmt: skip
 
 
-def bare(
-    model: nn.Module, data: list[Batch], workload: Workload, rounds: int, tick: Callable[[], None]
-) -> nn.Module:
+def bare(model: nn.Module, data: list[Batch], workload: Workload, rounds: int, tick: Callable[[], None]) -> nn.Module:
     """Train with the loop that one writes without a library, with torch's fused AdamW."""
     weights = [p for p in model.parameters() if p.requires_grad]
     for _ in range(rounds):

@@ -4,8 +4,10 @@ Every contender is a separate process that trains the same workload (bench/fed/w
 (bench/fed/race.py). `make bench-fed` makes the environments of the other simulators.
 
 Two races measure speed: all contenders on one core (`speed-1`), and on two cores by their own settings (`speed-2`).
+Clients with a small BERT have a race of their own (`bert`), if transformers and peft are installed.
 """
 
+import importlib.util
 import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -21,7 +23,7 @@ from bench.fed.worker import APART
 from bench.fed.workload import DIGITS, Workload
 from fastsam import fed
 
-ROUNDS = {"mlp": 30, "cnn": 2}  # rounds of a chunk, half a second or more for most contenders
+ROUNDS = {"mlp": 30, "cnn": 2, "bert": 2}  # rounds of a chunk, half a second or more for most contenders
 LONGER = 10  # factor on the MLP's rounds for contenders with rounds of one or two milliseconds
 SHORTER = {("mlp", "flower"): 0.1}  # a round of Flower takes 400 times as long
 CHUNKS = 12  # turns that each contender takes
@@ -46,7 +48,7 @@ def all_of(options: Options) -> Iterator[Case]:
         for name in on_gpu.jobs(options.device):
             yield Case("gpu", name, (), partial(on_gpu.run, name, options.device), takes_seconds=True)
         return
-    for part in (speed, overheads, growth, ranks, loop_share):
+    for part in (speed, transformers, overheads, growth, ranks, loop_share):
         yield from part(options)
 
 
@@ -74,6 +76,19 @@ def speed(options: Options) -> Iterator[Case]:
             turns = (options.number(CHUNKS, 3), rounds)
             title = f"{model.upper()}, {SIZES[sizes]}, {algorithm}"
             yield from _race(options, f"speed-{num_cores}", title, make_entries(load, peers), *turns)
+
+
+def transformers(options: Options) -> Iterator[Case]:
+    """Yield the races of clients with a small BERT on one core (see bench/fed/bert.py)."""
+    if any(importlib.util.find_spec(package) is None for package in ("transformers", "peft")):
+        return
+    for algorithm, sizes in (("fedavg", "unequal"), ("fedsam", "unequal"), ("fedavg", "equal")):
+        load = Workload("bert", algorithm, sizes=sizes)
+        names = {"bare loop": "bare", "fastsam, sequential": "sequential", "fastsam, vmap": "vmap"}
+        names |= {"fastsam plain, vmap": "plain-vmap"}
+        entries = [Entry(label, f"bert:{option}", load, ours=option != "bare") for label, option in names.items()]
+        turns = (options.number(CHUNKS, 3), 1 if options.quick else ROUNDS["bert"])
+        yield from _race(options, "bert", f"BERT with LoRA, {SIZES[sizes]}, {algorithm}", entries, *turns)
 
 
 def write_digits() -> None:

@@ -12,9 +12,8 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch.fx import Graph, Node
+from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
-from torch.utils._pytree import tree_leaves
 
 aten = torch.ops.aten
 
@@ -84,11 +83,16 @@ def note_causes(graph: Graph) -> None:
 
 def _cause_of(node: Node, args: Any, kwargs: Any) -> tuple[Any, ...]:
     """Return what the layout of a value depends on."""
-    return node.target, _layouts((args, kwargs))
+    return node.target, _layouts(args), _layouts(kwargs)
 
 
-def _layouts(values: Any) -> list[Any]:
-    return [layout_of(x) if isinstance(x, Tensor) else x for x in tree_leaves(values)]
+def _layouts(x: Any) -> Any:
+    """Return arguments or results with layouts in place of tensors."""
+    if isinstance(x, Tensor):
+        return layout_of(x)
+    if isinstance(x, dict):
+        return {name: _layouts(item) for name, item in x.items()}
+    return [_layouts(item) for item in x] if isinstance(x, (list, tuple)) else x
 
 
 def _is_view(node: Node) -> bool:
@@ -97,9 +101,11 @@ def _is_view(node: Node) -> bool:
     return schema is None or node.target in _RESHAPES or any(r.alias_info is not None for r in schema.returns)
 
 
-def simplify(graph: Graph) -> None:
-    """Apply the passes that keep the graph one of torch's own operations. It stays evaluated."""
-    fold_constants(graph)
+def simplify(graph: Graph, folds: bool = True) -> None:
+    """Apply the passes that keep the graph one of torch's own operations. It stays evaluated. `folds` keeps values that
+    depend only on shapes."""
+    if folds:
+        fold_constants(graph)
     shorten_views(graph)
     for change in (turn_products, fuse_biases):  # other strides
         if change(graph):
@@ -110,13 +116,13 @@ def simplify(graph: Graph) -> None:
 
 def fold_constants(graph: Graph) -> None:
     """Keep values that depend only on shapes (the seed of the backward pass): a node "get_attr" with
-    `meta["constant"]`."""
+    `meta["constant"]`. A node with `meta["varies"]` serves several shapes."""
     count, module = 0, graph.owning_module
     assert module is not None
     for node in _calls(graph):
         sources, value = node.all_input_nodes, node.meta["val"]
         is_constant = node.target in _FACTORIES or (bool(sources) and all("constant" in n.meta for n in sources))
-        if not is_constant or not isinstance(value, Tensor) or value.numel() > _MAX_CONSTANT:
+        if not is_constant or "varies" in node.meta or not isinstance(value, Tensor) or value.numel() > _MAX_CONSTANT:
             continue
         module.register_buffer(f"constant_{count}", value)
         with graph.inserting_before(node):
@@ -147,10 +153,8 @@ def shorten_views(graph: Graph) -> None:
         if not isinstance(node.meta["val"], Tensor):
             continue
         sources = _sources(node)
-        if node.target in (aten.clone.default, aten._to_copy.default) and _geometry(node) == _geometry(
-            arguments(node)[0]
-        ):
-            sources = [arguments(node)[0]]
+        if node.target in (aten.clone.default, aten._to_copy.default):
+            sources = [n for n in node.all_input_nodes if _geometry(n) == _geometry(node)]  # none of a number
         replacement = next((n for n in sources if _geometry(n) == _geometry(node)), None)
         if replacement is None and node.target in (*_RESHAPES, aten.expand.default):
             replacement = _one_view(graph, node, sources)
@@ -199,6 +203,18 @@ def fuse_biases(graph: Graph) -> bool:
     return is_changed
 
 
+def function_of(graph: Graph, strides: Sequence[tuple[int, ...]]) -> Callable[..., Sequence[Tensor]]:
+    """Return the graph as a function whose results have these strides. The nodes lose their values."""
+    use_quick_pools(graph)
+    place_outputs(graph, strides)
+    bind_functions(graph)
+    for node in graph.nodes:
+        node.meta.clear()  # tensors as they were
+    assert graph.owning_module is not None
+    run: Callable[..., Sequence[Tensor]] = GraphModule(graph.owning_module, graph).forward
+    return run
+
+
 def use_products(graph: Graph, product_of: ProductOf) -> None:
     """Replace products of matrices, with or without a bias, by the functions of `product_of` (`f(a, b, bias)`; None for
     torch's)."""
@@ -232,7 +248,7 @@ def place_outputs(graph: Graph, strides: Sequence[tuple[int, ...]]) -> None:
     """Give the outputs these strides, and memory that neither inputs nor the model share, because others write
     there."""
     output = graph.output_node()
-    inputs = {memory(n) for n in graph.nodes if n.op in ("placeholder", "get_attr")}
+    inputs = {memory(n) for n in graph.nodes if n.op in ("placeholder", "get_attr") and "val" in n.meta}
     new_outputs = []
     with graph.inserting_before(output):
         for node, stride in zip(outputs(graph), strides, strict=True):

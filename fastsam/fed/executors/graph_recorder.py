@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 from torch.fx import Graph, GraphModule, Node
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map_only
 
 aten = torch.ops.aten
 
@@ -54,7 +53,8 @@ class GraphRecorder(TorchDispatchMode):
         if func is aten.lift_fresh.default:  # a tensor that the model made from numbers, into which it may write
             self._add_attribute(args[0], args[0].detach().clone())
             target = aten.lift_fresh_copy.default
-        node_args, node_kwargs = tree_map_only(Tensor, self._node_of, (tuple(args), dict(kwargs)))
+        node_args = tuple([self._nodes_in(x) for x in args])
+        node_kwargs = {name: self._nodes_in(x) for name, x in kwargs.items()}
         result = func(*args, **kwargs)
         node = self.graph.call_function(target, node_args, node_kwargs)
         if isinstance(result, Tensor):
@@ -71,6 +71,12 @@ class GraphRecorder(TorchDispatchMode):
         self._nodes[id(x)] = node
         self._tensors.append(x)
 
+    def _nodes_in(self, x: Any) -> Any:
+        """Return an argument with nodes in place of tensors. A list of an operation has no list in it."""
+        if isinstance(x, (list, tuple)):
+            return [self._node_of(item) if isinstance(item, Tensor) else item for item in x]
+        return self._node_of(x) if isinstance(x, Tensor) else x
+
     def _node_of(self, x: Tensor) -> Node:
         """Return the node whose value is x: of an operation, or of an attribute."""
         if id(x) not in self._nodes:
@@ -82,20 +88,27 @@ class GraphRecorder(TorchDispatchMode):
         self.root.register_buffer(name, value)
         self._keep(self.graph.get_attr(name), x)
 
-    def module(self, outputs: Sequence[Tensor]) -> GraphModule:
+    def end(self, outputs: Sequence[Tensor]) -> Graph:
         """Return the graph that ends with these tensors."""
         self.graph.output(tuple(self._node_of(x) for x in outputs))
-        return GraphModule(self.root, self.graph)
+        self.graph.owning_module = self.root  # type: ignore[assignment]
+        return self.graph
 
 
 def record(
     function: Callable[..., Sequence[Tensor]], inputs: Sequence[Tensor], stops: frozenset[Any] = frozenset()
-) -> GraphModule:
-    """Return the graph of `function(*inputs)`, evaluated at the inputs.
+) -> Graph:
+    """Return the graph of `function(*inputs)`, evaluated at the inputs. The module that owns it has its attributes.
 
     Raises CannotRecordError if the function reads the value of a tensor, or calls an operation of `stops`.
     """
     recorder = GraphRecorder(inputs, stops)
     with recorder:
         outputs = function(*inputs)
-    return recorder.module(outputs)
+    return recorder.end(outputs)
+
+
+def module_of(graph: Graph) -> GraphModule:
+    """Return the module that runs a recorded graph. Its code is made now."""
+    assert graph.owning_module is not None
+    return GraphModule(graph.owning_module, graph)

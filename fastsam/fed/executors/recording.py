@@ -15,7 +15,7 @@ from torch.func import functionalize
 from torch.fx import Node
 
 from fastsam.fed.executors import graph_passes
-from fastsam.fed.executors.graph_recorder import CannotRecordError, record
+from fastsam.fed.executors.graph_recorder import CannotRecordError, module_of, record
 
 ROWS = 2  # rows of a recording for a row program, whose rows must not depend on their number
 _PLAIN = (int, float, complex, str, bytes, bool, type(None))
@@ -25,7 +25,7 @@ class Recording:
     """A recording of `plain` at weights and a batch. It stops at an operation of `stops`.
 
     Attributes:
-        module: its functional, evaluated graph (see `graph_passes`), from weights and batch to losses and existing
+        graph: its functional, evaluated graph (see `graph_passes`), from weights and batch to losses and existing
             gradients.
         slots: indices of the parameters with gradients.
         inputs: inputs of the recording.
@@ -51,18 +51,18 @@ class Recording:
             return (losses, *(g for g in grads if g is not None))
 
         self.inputs = [*(w.detach() for w in weights), *(t.clone() for t in batch)]  # which the model may write
-        self.module = record(flat, self.inputs, stops)
-        if any(map(_writes, self.module.graph.nodes)):
+        self.graph = record(flat, self.inputs, stops)
+        if any(map(_writes, self.graph.nodes)):
             with torch.no_grad():
-                self.module = record(functionalize(self.module), self.inputs)
-        graph_passes.note_causes(self.module.graph)
-        if graph_passes.drop_ones(self.module.graph):
-            graph_passes.propagate_values(self.module.graph)
+                self.graph = record(functionalize(module_of(self.graph)), self.inputs)
+        graph_passes.note_causes(self.graph)
+        if graph_passes.drop_ones(self.graph):
+            graph_passes.propagate_values(self.graph)
         self._check()
-        self.outputs: list[Tensor] = [node.meta["val"] for node in graph_passes.outputs(self.module.graph)]
+        self.outputs: list[Tensor] = [node.meta["val"] for node in graph_passes.outputs(self.graph)]
 
     def _check(self) -> None:
-        nodes = self.module.graph.nodes
+        nodes = self.graph.nodes
         for node in nodes:
             is_known = isinstance(node.target, torch._ops.OpOverload) or node.target is operator.getitem
             if node.op == "call_function" and not is_known:
@@ -75,7 +75,7 @@ class Recording:
         attributes = [n for n in nodes if n.op == "get_attr"]
         if any(graph_passes.memory(n) in inputs for n in attributes):
             raise CannotRecordError("it reads the memory of weights or batches by another way than its inputs")
-        if any(n in attributes for n in graph_passes.outputs(self.module.graph)):
+        if any(n in attributes for n in graph_passes.outputs(self.graph)):
             raise CannotRecordError("its losses or gradients come from operations that were not recorded")
 
 

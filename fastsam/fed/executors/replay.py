@@ -2,11 +2,12 @@
 run from the graph.
 
 `graph_recorder` records below autograd and vmap, so the part of torch above an operation (most of a small model's pass)
-happens once. The graph is run as it is or as a row program, which is recorded on two rows and serves any number of
-rows.
+happens once. A recording runs in one of three ways. A row program serves batches of one size and any number of rows. A
+`DynamicGraph` serves batches of any size. If its two recordings differ too much, a graph serves one shape.
 
-The plain pass defines the meaning. The first two passes of a shape run both ways and are compared. The choice of
-replayed passes depends only on model and shapes, so a continued run has the bits of an uninterrupted one.
+The plain pass defines the meaning. The first two passes of a recording run both ways and are compared, and a dynamic
+graph also for each size of a batch. The choice of replayed passes depends only on model and shapes, so a continued run
+has the bits of an uninterrupted one.
 """
 
 from __future__ import annotations
@@ -15,18 +16,19 @@ import logging
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.fx import GraphModule
+from torch.fx import Graph
 
 from fastsam.arena import Layout
 from fastsam.fed.clients.samples import Tensors
 from fastsam.fed.executors import graph_passes
+from fastsam.fed.executors.dynamic_graph import SHAPES, DynamicGraph
 from fastsam.fed.executors.graph_passes import ProductOf
-from fastsam.fed.executors.graph_recorder import StoppedRecordingError
-from fastsam.fed.executors.recording import ROWS, CannotRecordError, Recording, difference, python_state
+from fastsam.fed.executors.graph_recorder import CannotRecordError, StoppedRecordingError
+from fastsam.fed.executors.recording import ROWS, Recording, difference, python_state
 from fastsam.fed.executors.rowprograms import FORMLESS
 from fastsam.fed.executors.rowprograms.row_pass import RowPass
 
@@ -37,10 +39,20 @@ Function = Callable[..., Sequence[Tensor]]  # from weights and batch to losses a
 PassResult = tuple[Tensor, list[Tensor], tuple[int, ...]]  # losses, gradients that there are, and of which parameters
 Key = tuple[object, ...]
 
+
+class Keys(NamedTuple):
+    """The keys of the three recordings that may serve a batch, the first choice first."""
+
+    rows: Key
+    dynamic: Key
+    exact: Key
+
+
 MAX_SHAPES = 256  # shapes: some hundred kilobytes each
 # Largest relative errors of a loss, and of the norm of all gradients. A maximum or a kink that rounding moves
 # (max-pooling, ReLU) changes single elements of a gradient much more than rounding, but not the loss.
 _LOSS, _GRADIENT = {torch.float32: 1e-4, torch.float64: 1e-9}, 0.01
+_CHECKED_ROWS = 5  # more than the recordings of a dynamic graph have
 BF16_LOSS = 0.01  # the same of passes in bfloat16
 
 
@@ -54,6 +66,7 @@ class Pass:
         uses: number of compared passes.
         row_pass: the function, if it is a row program.
         first_results: results of the first pass, which the recording has computed.
+        sizes: whether a dynamic graph is right for batches of a size; None for other functions.
     """
 
     function: Function | None = None
@@ -61,6 +74,11 @@ class Pass:
     uses: int = 0
     first_results: Sequence[Tensor] | None = None
     row_pass: RowPass | None = None
+    sizes: dict[int, bool] | None = None
+
+    def serves(self, size: int) -> bool:
+        """Return True if the function is right for batches of that size."""
+        return self.function is not None and (self.sizes is None or self.sizes.get(size, False))
 
 
 class Replays:
@@ -81,7 +99,7 @@ class Replays:
         plain: Plain,
         module: nn.Module,
         layout: Layout,
-        make_row_pass: Callable[[GraphModule, Sequence[int]], RowPass | None] | None = None,
+        make_row_pass: Callable[[Graph, Sequence[int]], RowPass | None] | None = None,
         product_of: ProductOf = lambda a, b: None,
         max_shapes: int = MAX_SHAPES,
     ) -> None:
@@ -90,6 +108,7 @@ class Replays:
         self.strides = [(s.length, *s.stride) for s in layout.segments]
         self.reason: str | None = None  # why nothing is replayed any more
         self._passes: OrderedDict[Key, Pass] = OrderedDict()
+        self._formless: set[Key] = set()  # keys of dynamic graphs in which an operation has no form
         self._log_reasons: set[str] = set()
 
     def run(self, weights: list[Tensor], *batch: Tensor) -> PassResult | None:
@@ -111,13 +130,14 @@ class Replays:
     def row_pass(self, size: int, *samples: Tensor) -> RowPass | None:
         """Return the row program of passes with a batch of `size` samples like `samples` (each `[n, ...]`) in each row.
         It is None unless a row program exists and was compared, and every parameter has a gradient."""
-        replay = self._compared_pass(self._passes.get(self._key(samples, size)))
-        return replay.row_pass if replay is not None and len(replay.slots) == len(self.strides) else None
+        replay = self._passes.get(self._keys([t.shape[1:] for t in samples], samples, size).rows)
+        is_known = replay is not None and self._is_compared(replay) and len(replay.slots) == len(self.strides)
+        return replay.row_pass if replay is not None and is_known else None
 
     def slots_of(self, size: int, rows: int, *samples: Tensor) -> tuple[int, ...] | None:
         """Return the indices of the parameters that have a gradient in the passes of `find_function`, or None."""
         replay = self._find(size, rows, *samples)
-        return None if replay is None or replay.function is None else replay.slots
+        return None if replay is None else replay.slots
 
     def find_function(self, size: int, rows: int, *samples: Tensor) -> Function | None:
         """Return the function of passes of `rows` rows with a batch of `size` samples like `samples` (each `[n, ...]`),
@@ -126,103 +146,156 @@ class Replays:
         return None if replay is None else replay.function
 
     def _find(self, size: int, rows: int, *samples: Tensor) -> Pass | None:
-        rowwise = self._key(samples, size)
-        return self._compared_pass(self._passes.get((*rowwise, rows), self._passes.get(rowwise)))
+        """Return the pass for such batches that has a function and was compared, or None."""
+        for key in self._keys([t.shape[1:] for t in samples], samples, size, rows):
+            replay = self._passes.get(key)
+            if replay is not None and replay.serves(size):
+                return replay if self._is_compared(replay) else None
+        return None
 
     def has_row_pass(self, *batch: Tensor) -> bool:
         """Return True if passes over a batch, each tensor `[rows, batch, ...]`, which ran before, are run by a row
         program."""
-        replay = self._passes.get(self._key(batch))
+        replay = self._passes.get(self._keys_of(batch).rows)
         return self.reason is None and replay is not None and replay.function is not None
 
-    def _compared_pass(self, replay: Pass | None) -> Pass | None:
-        return None if self.reason is not None or replay is None or replay.uses < 2 else replay
+    def _is_compared(self, replay: Pass) -> bool:
+        return self.reason is None and replay.uses >= 2
 
     # --- what is known of a shape ---
 
-    def _key(self, tensors: Sequence[Tensor], size: int | None = None) -> Key:
-        """Return the key of passes over any number of rows, of the tensors of a batch, `[rows, batch, ...]`. With a
-        `size` they are samples `[n, ...]`, of which a batch has `size`."""
-        if size is None:
-            shapes = [t.shape[1:] for t in tensors]
-        else:
-            shapes = [torch.Size((size, *t.shape[1:])) for t in tensors]
-        return (*shapes, *[t.dtype for t in tensors], self.module.training)
+    def _keys_of(self, batch: Tensors) -> Keys:
+        """Return the keys of the tensors of a batch, each `[rows, batch, ...]`."""
+        rows, size = batch[0].shape[:2]
+        return self._keys([t.shape[2:] for t in batch], batch, size, rows)
+
+    def _keys(self, shapes: Sequence[torch.Size], tensors: Sequence[Tensor], size: int, rows: int = 0) -> Keys:
+        """Return the keys of batches of `size` samples with these shapes."""
+        key = (*shapes, *[t.dtype for t in tensors], self.module.training)
+        return Keys((size, *key), key, (rows, size, *key))
 
     def _pass_of(self, weights: list[Tensor], batch: Tensors) -> Pass | None:
-        """Return the pass over any number of rows, or the pass over this number of rows. It is recorded if it is the
-        first of its shape."""
-        rowwise = self._key(batch)
-        key = (*rowwise, len(batch[0]))
-        if self.make_row_pass is not None:
-            replay = self._passes.get(rowwise) or self._record(rowwise, *self._two_rows(weights, batch), rowwise=True)
-            self._passes.move_to_end(rowwise)
+        """Return the pass of the most general recording that serves a batch. It is recorded if it is the first."""
+        keys = self._keys_of(batch)
+        if self.make_row_pass is not None and keys.dynamic not in self._formless:
+            replay = self._known(keys.rows) or self._keep(keys.rows, self._record_rows(weights, batch))
             if replay.function is not None:
                 return replay
-        if self.reason is not None:
-            return None
-        replay = self._passes.get(key) or self._record(key, weights, batch)
-        self._passes.move_to_end(key)
-        return replay
+        if self.reason is None:
+            replay = self._known(keys.dynamic) or self._keep(keys.dynamic, self._record_dynamic(keys, weights, batch))
+            self._check_size(replay, weights, batch)
+            if replay.serves(batch[0].shape[1]):
+                return replay
+        if self.reason is None:
+            return self._known(keys.exact) or self._keep(keys.exact, self._record(weights, batch))
+        return None
 
-    def _two_rows(self, weights: list[Tensor], batch: Tensors) -> tuple[list[Tensor], Tensors]:
-        """Return the first two rows, or the only row twice."""
-        indices = [0, min(1, len(batch[0]) - 1)]
-        views = self.layout.views(weights[0].new_zeros(ROWS, self.layout.row_size))
-        for view, weight in zip(views, weights, strict=True):
-            view.copy_(weight.detach()[indices])
-        return views, tuple(t[indices] for t in batch)
+    def _known(self, key: Key) -> Pass | None:
+        if key in self._passes:
+            self._passes.move_to_end(key)
+        return self._passes.get(key)
 
-    def _record(self, key: Key, weights: list[Tensor], batch: Tensors, rowwise: bool = False) -> Pass:
-        """Record a pass and keep it under `key`, as a row program if `rowwise` is True."""
-        stops = FORMLESS if rowwise else frozenset()
-        replay, recording = Pass(), self._make_recording(weights, batch, stops)
-        if recording is not None:
-            row_pass = self.make_row_pass(recording.module, recording.slots) if rowwise and self.make_row_pass else None
-            function: Function | None = row_pass if rowwise else self._graph_function(recording)
-            results = None if function is None else self._replay(recording, function)
-            if results is not None:
-                replay = Pass(function, recording.slots, 0, None if rowwise else results, row_pass)
+    def _keep(self, key: Key, replay: Pass) -> Pass:
         self._passes[key] = replay
         if len(self._passes) > self.max_shapes:
             self._passes.popitem(last=False)
         return replay
 
-    def _make_recording(self, weights: list[Tensor], batch: Tensors, stops: frozenset[Any]) -> Recording | None:
-        """Return the simplified recording of a pass, or None if it cannot be recorded or stops. The log has the reason
-        for which it cannot be recorded."""
+    def _resized(self, weights: list[Tensor], batch: Tensors, rows: int, size: int) -> tuple[list[Tensor], Tensors]:
+        """Return `rows` rows of `size` samples, from the first on, repeated if there are fewer."""
+        of_rows, of_samples = ([i % n for i in range(m)] for m, n in zip((rows, size), batch[0].shape, strict=False))
+        views = self.layout.views(weights[0].new_zeros(rows, self.layout.row_size))
+        for view, weight in zip(views, weights, strict=True):
+            view.copy_(weight.detach()[of_rows])
+        return views, tuple(t[of_rows][:, of_samples].contiguous() for t in batch)
+
+    # --- recordings ---
+
+    def _record_rows(self, weights: list[Tensor], batch: Tensors) -> Pass:
+        """Record a row program."""
+        try:
+            recording = self._make_recording(*self._resized(weights, batch, ROWS, batch[0].shape[1]), FORMLESS)
+        except StoppedRecordingError:
+            return Pass()
+        except CannotRecordError as error:
+            self._log(str(error))
+            return Pass()
+        assert self.make_row_pass is not None
+        row_pass = self.make_row_pass(recording.graph, recording.slots)
+        if row_pass is None or self._replay(recording, row_pass) is None:
+            return Pass()
+        return Pass(row_pass, recording.slots, row_pass=row_pass)
+
+    def _record_dynamic(self, keys: Keys, weights: list[Tensor], batch: Tensors) -> Pass:
+        """Record a graph for batches of any size and any number of rows."""
+        try:
+            recordings = [self._make_recording(*self._resized(weights, batch, *shape), folds=False) for shape in SHAPES]
+            if any(node.target in FORMLESS for node in recordings[0].graph.nodes):
+                self._formless.add(keys.dynamic)
+            graphs, strides = [one.graph for one in recordings], self._strides(recordings[0])
+            if recordings[0].slots != recordings[1].slots:
+                raise CannotRecordError("the number of samples changes which parameters have a gradient")
+            function = DynamicGraph(graphs, self.product_of, strides, len(weights))
+        except CannotRecordError as error:  # a graph for one shape may be possible
+            log.debug("executor vmap: a recorded step does not serve other shapes: %s", error)
+            return Pass()
+        return Pass(function, recordings[0].slots, sizes={})
+
+    def _record(self, weights: list[Tensor], batch: Tensors) -> Pass:
+        """Record a graph for one shape."""
+        try:
+            recording = self._make_recording(weights, batch)
+        except CannotRecordError as error:
+            self._log(str(error))
+            return Pass()
+        graph_passes.use_products(recording.graph, self.product_of)
+        function = graph_passes.function_of(recording.graph, self._strides(recording))
+        results = self._replay(recording, function)
+        return Pass() if results is None else Pass(function, recording.slots, first_results=results)
+
+    def _make_recording(
+        self, weights: list[Tensor], batch: Tensors, stops: frozenset[Any] = frozenset(), folds: bool = True
+    ) -> Recording:
+        """Return the simplified recording of a pass. Raises CannotRecordError if the pass cannot be recorded."""
         old_state = python_state(self.module)
         try:
             recording = Recording(self.plain, weights, *batch, stops=stops)
-            graph_passes.simplify(recording.module.graph)
-        except StoppedRecordingError:
-            return None
+            graph_passes.simplify(recording.graph, folds)
+        except CannotRecordError:
+            raise
         except Exception as error:  # an error of the model itself comes again, from the plain pass
-            kind = "" if isinstance(error, CannotRecordError) else f"{type(error).__name__}: "
-            self._log(f"{kind}{str(error).strip().partition(chr(10))[0]}")
-            return None
+            raise CannotRecordError(f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}") from error
         change = difference(old_state, python_state(self.module))
         if change is None:
             return recording
         self.reason = f"the model's forward pass changes {change}"
         self._log(self.reason)
-        return None
+        raise CannotRecordError(self.reason)
 
-    def _graph_function(self, recording: Recording) -> Function:
-        """Return the graph of a recording as a function."""
-        module = recording.module
-        graph_passes.use_products(module.graph, self.product_of)
-        graph_passes.use_quick_pools(module.graph)
-        losses = recording.outputs[0]
-        graph_passes.place_outputs(module.graph, [losses.stride(), *(self.strides[i] for i in recording.slots)])
-        graph_passes.bind_functions(module.graph)
-        for node in module.graph.nodes:
-            node.meta.clear()  # tensors as they were
-        module.recompile()
-        run: Function = module.forward
-        return run
+    def _strides(self, recording: Recording) -> list[tuple[int, ...]]:
+        """Return the strides of losses and gradients."""
+        return [recording.outputs[0].stride(), *(self.strides[i] for i in recording.slots)]
 
     # --- what is compared ---
+
+    def _check_size(self, replay: Pass, weights: list[Tensor], batch: Tensors) -> None:
+        """Compare a dynamic graph with the plain pass if the size of the batch is new, because the model may choose its
+        operations by it. Every size is compared on one row, and the first one on several rows too."""
+        size = batch[0].shape[1]
+        if replay.sizes is None or size in replay.sizes:
+            return
+        counts = (1,) if any(replay.sizes.values()) else (1, _CHECKED_ROWS)
+        replay.sizes[size] = all(self._try(replay, *self._resized(weights, batch, n, size)) for n in counts)
+
+    def _try(self, replay: Pass, weights: list[Tensor], batch: Tensors) -> bool:
+        """Return True if the function of a pass has the results of the plain pass."""
+        assert replay.function is not None
+        try:
+            with torch.no_grad():
+                losses, *grads = replay.function(*weights, *batch)
+        except RuntimeError:  # the model has no such operation for this size
+            return False
+        return self._is_right(replay, weights, batch, losses, grads)
 
     def _replay(self, recording: Recording, function: Function) -> Sequence[Tensor] | None:
         """Return the results of the function at the inputs of the recording, or None if they differ from its
@@ -241,13 +314,21 @@ class Replays:
         """Return True if the recording is right for another batch at other weights. A value that the recording froze by
         mistake shows there."""
         replay.uses += 1
-        plain_losses, plain_grads = self.plain(weights, *batch)
-        has_slots = replay.slots == tuple(i for i, g in enumerate(plain_grads) if g is not None)
-        if has_slots and agree(plain_losses, [g for g in plain_grads if g is not None], losses, grads):
+        rows = slice(0, None if replay.sizes is None else 1)
+        part = [w[rows] for w in weights], tuple(t[rows] for t in batch), losses[rows], [g[rows] for g in grads]
+        if self._is_right(replay, *part):
             return True
         self.reason = "the model's forward pass is not a function of its inputs and weights"
         self._log(self.reason)
         return False
+
+    def _is_right(
+        self, replay: Pass, weights: list[Tensor], batch: Tensors, losses: Tensor, grads: Sequence[Tensor]
+    ) -> bool:
+        """Return True if losses and gradients agree with the plain pass to rounding."""
+        plain_losses, plain_grads = self.plain([w.detach().requires_grad_() for w in weights], *batch)
+        has_slots = replay.slots == tuple(i for i, g in enumerate(plain_grads) if g is not None)
+        return has_slots and agree(plain_losses, [g for g in plain_grads if g is not None], losses, grads)
 
     def _log(self, reason: str) -> None:
         if reason not in self._log_reasons:

@@ -84,6 +84,7 @@ class StackedPasses:
         of_batch = setup.loss if isinstance(setup.loss, BatchLoss) else PairLoss(setup.loss)
         self.of_batch, self.of_outputs = of_batch, of_batch.of_outputs if isinstance(of_batch, PairLoss) else None
         self.is_cross_entropy = _is_cross_entropy(self.of_outputs)
+        self.has_channels_last = any(len(s.shape) == 4 and s.stride[1] < s.stride[3] for s in layout.segments)
         self.places = [_places(replica.module, p) for p in replica.parameters]
         self.parameters = replica.parameters
         self._outputs = vmap(self._output, in_dims=(0, 0), randomness="error")
@@ -113,10 +114,14 @@ class StackedPasses:
     def gradients(self, leaves: list[Tensor], *batch: Tensor) -> tuple[Tensor, Sequence[Tensor | None]]:
         """Return losses (detached) and gradients at `leaves` (`[rows, *shape]`, requiring gradients), in any order of
         memory."""
+        rows, weights = len(batch[0]), leaves
+        if rows == 1 and self.has_channels_last:
+            weights, batch = _twice(leaves), tuple(_twice(batch))
         shapes = (*(t.shape for t in batch), self.module.training)
         lookups, masks = self.lookups.of_shape(shapes), kept_masks(self.keeps_masks)
         with mapping(), self.calls, lookups, masks, self._with_parameters():
-            losses = self._losses_of(leaves, *fill_tree(self.template, batch))
+            losses = self._losses_of(weights, *fill_tree(self.template, batch))
+        losses = losses if len(losses) == rows else losses[:rows]
         return losses.detach(), torch.autograd.grad(losses.sum(), leaves, allow_unused=True)
 
     def _losses_of(self, leaves: list[Tensor], x: Any, y: Any) -> Tensor:
@@ -184,6 +189,11 @@ def _places(module: nn.Module, parameter: nn.Parameter) -> list[tuple[dict[str, 
         for name, p in inner._parameters.items()
         if p is parameter
     ]
+
+
+def _twice(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Return the only row of each tensor twice, because torch cannot map a norm of one row in channels_last."""
+    return [t.expand(2, *t.shape[1:]) for t in tensors]
 
 
 def _dense(g: Tensor, segment: Segment) -> Tensor:

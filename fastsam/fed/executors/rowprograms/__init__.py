@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
-from torch.fx import GraphModule
+from torch.fx import Graph
 
 from fastsam import ops
 from fastsam.fed.executors.base import Setup
@@ -27,7 +27,7 @@ FORMLESS = frozenset(
 )
 
 
-def maker(setup: Setup) -> Callable[[GraphModule, Sequence[int]], RowPass | None] | None:
+def maker(setup: Setup) -> Callable[[Graph, Sequence[int]], RowPass | None] | None:
     """Return a function that makes a row program of a recorded pass and the parameters of its gradients (see
     `row_pass`), or None if there are no row programs."""
     if not ops.has_row_programs(setup.device, setup.dtype, backend=setup.backend):

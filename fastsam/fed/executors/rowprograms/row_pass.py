@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from torch.fx import GraphModule
+from torch.fx import Graph
 
 from fastsam import ops
 from fastsam.arena import Layout
@@ -38,13 +38,13 @@ class RowPass:
         return (out.select(1, self.row_size), *grads)
 
 
-def row_pass(layout: Layout, device: torch.device, module: GraphModule, slots: Sequence[int]) -> RowPass | None:
+def row_pass(layout: Layout, device: torch.device, graph: Graph, slots: Sequence[int]) -> RowPass | None:
     """Return the row program of a graph whose outputs are losses and the gradients of the parameters `slots`, or None.
 
     The graph was evaluated on `ROWS` rows (see `graph_passes`). It has no row program if an operation has no form.
     """
     try:
-        writer = Writer(module.graph, [layout.segments[i] for i in slots], layout.row_size)
+        writer = Writer(graph, [layout.segments[i] for i in slots], layout.row_size)
         places, width = writer.places, layout.row_size + SHARED
         program = ops.row_program(writer.instructions, places.inputs, places.scratch, width, device)
     except NoFormError:
