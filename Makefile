@@ -26,8 +26,8 @@ ARGS ?=
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help demo docs pictures recording test test-cuda test-slow test-sanitize attack test-malloc test-peers \
-  test-integrations check format bench bench-kernels bench-accuracy bench-evidence bench-fed \
+.PHONY: help demo docs pictures recording test test-plain test-cuda test-slow test-sanitize attack test-malloc \
+  test-peers test-integrations check format bench bench-kernels bench-accuracy bench-evidence bench-fed \
   bench-transformers figures wheels gpu gpu-carry clean
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
@@ -96,8 +96,24 @@ recording: $(VENV)/.has-fastsam ## the picture of a terminal in README, a minute
 WORKERS ?= auto
 SHARED_OUT = -n $(WORKERS) --maxprocesses 8 --dist worksteal
 
+TESTS = $(BIN)/python -m pytest -q -ra $(SHARED_OUT) -m 'not slow and not gpu_code and not pages'
+
 test: $(READY) ## the tests, with each skip and its reason. WORKERS=0 in one process
-	@$(BIN)/python -m pytest -q -ra $(SHARED_OUT) -m 'not slow and not gpu_code and not pages'
+	@$(TESTS)
+
+# A pure install in front of all other packages, also for the processes that tests start. The folders are those whose
+# tests compute with kernels, and those that show what users then read. The rest is alike with and without kernels, or
+# compiles and installs by itself.
+PLAIN := build/plain
+PLAIN_TESTS := tests/optim tests/ops tests/fed tests/lab tests/test_docs.py
+WITHOUT_KERNELS = env -u FASTSAM_JIT PYTHONPATH="$(abspath $(PLAIN))$${PYTHONPATH:+:$$PYTHONPATH}"
+
+test-plain: $(READY) ## the tests of an install without compiled kernels, which runs on torch's functions
+	@rm -rf $(PLAIN)
+	@FASTSAM_NATIVE=0 $(BIN)/python setup.py -q build --build-lib $(PLAIN)
+	@$(WITHOUT_KERNELS) $(BIN)/python -c 'import sys; from fastsam import backend; name = backend("cpu"); \
+	  sys.exit(name != "foreach" and f"expected a plain install with the backend foreach, got {name}")'
+	@$(WITHOUT_KERNELS) $(TESTS) $(PLAIN_TESTS)
 
 # glibc looks at the heap at every call, and fresh memory is never zero by chance. Without the library MALLOC_CHECK_
 # does nothing: better no run.

@@ -90,18 +90,30 @@ def table() -> tuple[Backend, ...]:
 
 
 def backend(device: torch.device | str | None = None) -> str:
-    """Return the name of the backend that `auto` takes on `device` (default: CUDA, or the CPU without CUDA)."""
+    """Return the name of the backend that `auto` takes on `device` (default: CUDA, or the CPU without CUDA).
+
+    It does not warn of missing kernels, because nothing is computed with the backend.
+    """
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
-    return select("auto", torch.device(device), torch.float32).name
+    return _find("auto", torch.device(device), torch.float32)[0].name
 
 
 def select(name: str, device: torch.device, dtype: torch.dtype) -> Backend:
     """Return the backend `name` for tensors of `dtype` on `device`; "auto" is the first of the table that serves them.
 
     Raises ValueError for an unknown name or a dtype that no backend serves, and RuntimeError (with the reason) if a
-    backend that was requested by name cannot serve.
+    backend that was requested by name cannot serve. Warns once per process if "auto" finds no faster backend than
+    foreach.
     """
+    result, reasons = _find(name, device, dtype)
+    if name == "auto" and result.name == "foreach":
+        _note_missing_kernels(reasons)
+    return result
+
+
+def _find(name: str, device: torch.device, dtype: torch.dtype) -> tuple[Backend, list[str]]:
+    """Return a backend as `select` does, and the reasons why the backends before it cannot serve."""
     if name not in NAMES:
         raise ValueError(f"backend must be one of {', '.join(map(repr, NAMES))}, got {name!r}")
     if dtype not in FLOATS:
@@ -114,9 +126,7 @@ def select(name: str, device: torch.device, dtype: torch.dtype) -> Backend:
     for candidate in candidates:
         reason = candidate.reason if dtype in candidate.dtypes else f"it does not serve {dtype}"
         if reason is None:
-            if name == "auto" and candidate.name == "foreach":
-                _note_missing_kernels(reasons)
-            return candidate
+            return candidate, reasons
         reasons.append(f"{candidate.name}: {reason}")
     if not candidates:
         reasons.append(

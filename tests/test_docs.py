@@ -13,6 +13,7 @@ import pytest
 import torch.distributed as dist
 
 from fastsam import fed
+from fastsam_kernels import native
 from tests.helpers.pages import AFTER_THE_FIRST, IN_TURN, PAGES, Block, blocks, indented_blocks, says
 from tools import generated
 
@@ -83,6 +84,8 @@ def test_its_python_runs(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     if modules := missing_modules(block_of_case.code):
         names = ", ".join(modules)
         pytest.skip(f"{block_of_case} needs {names}, which is not installed (make test-integrations has the trainers)")
+    if "torch.ops.fastsam" in block_of_case.code and (reason := native.why_not("cpu")):
+        pytest.skip(f"{block_of_case} calls compiled ops: {reason}")
     monkeypatch.chdir(tmp_path)
     if "in a process group" in block_of_case.code:
         process_group()

@@ -72,6 +72,14 @@ def test_the_note_comes_once_with_the_command(without_kernels: pytest.MonkeyPatc
         backends.select("auto", CPU, torch.float32)
 
 
+def test_the_name_of_the_backend_is_given_without_the_note(without_kernels: pytest.MonkeyPatch) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert backends.backend("cpu") == "foreach"
+    with pytest.warns(UserWarning, match="without its compiled kernels"):
+        backends.select("auto", CPU, torch.float32)
+
+
 def test_without_a_compiler_the_note_names_what_to_install(without_kernels: pytest.MonkeyPatch) -> None:
     without_kernels.setenv("CXX", "no-such-compiler")
     with pytest.warns(UserWarning) as output:

@@ -6,7 +6,6 @@ Triton kernels run in their interpreter, where every load and store passes throu
 
 from collections.abc import Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,7 +18,7 @@ from bench.kernel_data import Operator
 from bench.workload import Size
 from fastsam import FusedSAM, backends
 from fastsam.arena import Layout
-from fastsam_kernels import reference
+from fastsam_kernels import build
 from tests.helpers.op_cases import bits
 from tests.helpers.traffic import TRITON, needs_interpreter, record_traffic
 
@@ -91,7 +90,7 @@ def test_operands_read_and_written(op: Op, backend: backends.Backend) -> None:
 
 def test_every_list_operand_of_the_schemas_is_in_the_registry() -> None:
     """Each op of csrc/ops.cpp whose operands have the parameters' size is measured in some form."""
-    text = (Path(reference.__file__).resolve().parent.parent / "csrc" / "ops.cpp").read_text()
+    text = (build.csrc() / "ops.cpp").read_text()
     functions = {op.function for op in OPS.values()}
     assert {"norm_", "perturb_", "restore_", "update_norm_", "update_"} <= functions
     assert all(f'"{name}(' in text for name in functions), "an op of the registry has no schema"

@@ -11,7 +11,7 @@ from PIL import Image
 from fastsam.fed import models
 from fastsam.fed.data import by_domain, digits_domains, domainnet, folders, officehome
 from fastsam.fed.data.handwritten import load
-from tests.helpers.small_archives import SMALL, write_folders
+from tests.helpers.small_archives import SMALL, torchvision, write_folders
 
 
 def pairs(sizes: dict[str, int]) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
@@ -85,6 +85,23 @@ def test_image_folders_of_a_data_set_with_domains(tmp_path: Path) -> None:
     path = tmp_path / "OfficeHomeDataset_10072016" / "Art" / "class_1" / "1.jpg"
     picture = Image.open(path).convert("RGB").resize((64, 32), Image.Resampling.BILINEAR).crop((18, 2, 46, 30))
     assert torch.equal(data[0][0][2], torch.from_numpy(np.asarray(picture).transpose(2, 0, 1).copy()))
+
+
+def test_domains_keep_their_order_and_share_the_labels(tmp_path: Path) -> None:
+    """A class has the same label in each domain that has images of it, and none without images."""
+    torchvision()
+    colours = {"second/dog": 10, "second/cat": 20, "first/dog": 30, "first/ant": 40}
+    for name, colour in colours.items():
+        (tmp_path / name).mkdir(parents=True)
+        Image.new("RGB", (10, 10), (colour, 0, 0)).save(tmp_path / name / "0.png")
+    (tmp_path / "first" / "zebra").mkdir()
+    pairs, classes = folders.read_domains(tmp_path, ["second", "first"], 8)
+    assert list(pairs) == ["second", "first"] and classes == ["ant", "cat", "dog"]
+    for domain, (x, y) in pairs.items():
+        labels = {f"{domain}/{classes[label]}": int(image[0].unique()) for image, label in zip(x, y)}
+        assert labels == {name: colour for name, colour in colours.items() if name.startswith(domain)}
+    with pytest.raises(FileNotFoundError, match="no folder of the domain 'third'; it has 'first', 'second'$"):
+        folders.read_domains(tmp_path, ["second", "third"], 8)
 
 
 def test_the_cache_is_used_until_a_file_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

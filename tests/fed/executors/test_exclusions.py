@@ -4,6 +4,7 @@ It fails if it raises an error, or if its loss or what it sends is not finite.
 """
 
 import functools
+import itertools
 import logging
 import math
 from collections.abc import Callable
@@ -16,14 +17,29 @@ from torch import Tensor
 
 from fastsam import fed
 from fastsam.fed.data import FederatedData
+from fastsam.fed.executors.vmap import Vmap
 from tests.helpers import fed_cases as cases
 from tests.helpers import oracle
 from tests.helpers.fed_runs import FIRST, FLOAT, digest, excluded_clients, fixed_linear, overflow, same_bits
 
+MOST_STEPS = 1000  # limit for the stacked clients of a test, which take less than a hundred steps
 SIZES = (10, 7, 10, 10, 10)  # batches of 5; client 1, which fails, ends with one of 2
 OTHERS = [0, 2, 3, 4]
 EXACT = [("sequential", None), ("threads", 3)]
 ALL = [*EXACT, ("vmap", 4)]
+
+
+@pytest.fixture(autouse=True)
+def bounded_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """End a test that would train a client forever, because the client failed and was not excluded."""
+    take_step, count = Vmap._tick, itertools.count(1)
+
+    def take_bounded_step(executor: Vmap, blocks: Any) -> None:
+        if next(count) > MOST_STEPS:
+            pytest.fail(f"stacked clients took more than {MOST_STEPS} steps")
+        take_step(executor, blocks)
+
+    monkeypatch.setattr(Vmap, "_tick", take_bounded_step)
 
 
 def loss(scores: Tensor, y: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
 import copy
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -83,18 +84,28 @@ def test_evaluation_is_in_the_same_precision() -> None:
 
 
 def test_a_loss_of_batches_and_outputs_in_a_dict() -> None:
+    """Outputs in bfloat16 become float32 at any depth. Other outputs keep their dtype."""
+    dtypes: list[list[torch.dtype]] = []
+
     class WithLoss(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.layer = nn.Linear(20, 5)
 
-        def forward(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
+        def forward(self, x: Tensor, y: Tensor) -> dict[str, Any]:
             logits = self.layer(x)
             assert logits.dtype == torch.bfloat16
-            return {"loss": F.mse_loss(logits, F.one_hot(y, 5).to(logits.dtype)), "logits": logits}
+            return {"loss": F.mse_loss(logits, F.one_hot(y, 5).to(logits.dtype)), "rest": (logits, y, x.double())}
 
-    loss = fed.BatchLoss(lambda model, batch: model(*batch)["loss"])
+    def loss_of(model: nn.Module, batch: Any) -> Tensor:
+        outputs = model(*batch)
+        dtypes.append([t.dtype for t in (outputs["loss"], *outputs["rest"])])
+        loss: Tensor = outputs["loss"]
+        return loss
+
+    loss = fed.BatchLoss(loss_of)
     result = train(WithLoss(), clients_of(16, 8), precision="bf16", loss=loss, test=None)
+    assert dtypes and all(d == [torch.float32, torch.float32, torch.int64, torch.float64] for d in dtypes)
     assert all(p.dtype == torch.float32 for p in result.model.parameters())
 
 

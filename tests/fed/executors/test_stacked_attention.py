@@ -62,6 +62,12 @@ def test_masks(name: str) -> None:
     check(lambda q, k, v, m: attention(q, k, v, attn_mask=m), (QUERY, KEY, KEY, mask), (0, 0, 0, dim))
 
 
+@pytest.mark.parametrize("name", ["one for all", "of numbers", "of heads"])
+def test_a_mask_that_serves_all_rows_and_samples_is_not_copied(name: str) -> None:
+    mask, dim = MASKS[name]
+    assert stacked_attention._mask_of_rows(mask, dim, ROWS, BATCH) is mask
+
+
 @pytest.mark.filterwarnings("ignore:There is a performance drop")  # the backward operation has no rule
 def test_gradients_and_levels_of_vmap() -> None:
     check(grad(lambda q, k, v: attention(q, k, v).square().sum()), (QUERY, KEY, KEY), (0, 0, 0))

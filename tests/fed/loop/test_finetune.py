@@ -1,12 +1,15 @@
 """Fine-tuning after a run, compared with a run of one client."""
 
+import logging
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 from fastsam import fed
+from fastsam.fed.loop.run import NO_TEST_SET
 from tests.helpers import oracle
 
 TEST = oracle.ragged_clients(sizes=(60,), seed=5)[0]
@@ -58,7 +61,8 @@ def test_every_kind_of_data() -> None:
 
 
 def test_a_test_set_that_the_run_did_not_have(caplog) -> None:
-    """The accuracies are those of a run with the test set, and there is no warning that a test set is missing."""
+    """The accuracies equal the accuracies of a run with the test set, and no warning says that a test set is missing.
+    Other warnings are logged, and so are the warnings of later runs."""
     clients, options = oracle.ragged_clients(), {"rounds": 1, "participation": 1.0}
     blind, full = (
         fed.run(oracle.smooth_model(), clients, fed.FedAvg(), **options | TUNED | {"test": test})
@@ -67,6 +71,21 @@ def test_a_test_set_that_the_run_did_not_have(caplog) -> None:
     caplog.clear()
     assert fed.finetune(blind, clients, test=TEST) == fed.finetune(full, clients, test=TEST)
     assert not caplog.records
+
+    def loss(scores: Tensor, y: Tensor) -> Tensor:
+        logging.getLogger("fastsam.fed").warning("a loss warns")
+        return F.cross_entropy(scores, y)
+
+    warns = fed.run(oracle.smooth_model(), clients, fed.FedAvg(), loss=loss, **options | TUNED)
+    counts = []
+    for epochs in (1, 2):
+        caplog.clear()
+        fed.finetune(warns, clients, epochs=epochs, test=TEST)
+        assert set(caplog.messages) == {"a loss warns"}
+        counts.append(len(caplog.messages))
+    assert counts[0] < counts[1]
+    fed.run(oracle.smooth_model(), clients, fed.FedAvg(), **options)
+    assert caplog.messages[-1] == NO_TEST_SET
     with pytest.raises(ValueError, match="It needs a test set"):
         fed.finetune(blind, clients)
     regression = [(x, x[:, :3]) for x, _ in clients]
