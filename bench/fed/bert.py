@@ -1,6 +1,7 @@
 """Clients with a small BERT of transformers, adapters of peft, AdamW, and batches of dicts with masks.
 
-The workload's clients, cohort and sizes, with texts of 4 to 32 words. The other simulators do not take such clients.
+The workload's clients, cohort and sizes; "bert:32" has texts of 4 to 32 words. The other simulators do not take such
+clients.
 The module is imported only if transformers and peft are installed.
 """
 
@@ -24,19 +25,24 @@ with suppress(PackageError):
 from peft import LoraConfig, get_peft_model
 from transformers import BertConfig, BertForSequenceClassification
 
-VOCABULARY, LENGTH, WIDTH, RANK, LR = 1000, 32, 64, 4, 1e-2
+VOCABULARY, WIDTH, RANK, LR = 1000, 64, 4, 1e-2
 TYPICAL = 20  # words of a class, which are half of its texts
 
 Batch = dict[str, Tensor]
 LOSS = fed.BatchLoss(lambda model, batch: model(**batch).loss)
 
 
-def make_model() -> nn.Module:
+def longest(workload: Workload) -> int:
+    """Return the number of words of the longest texts."""
+    return int(workload.model.partition(":")[2])
+
+
+def make_model(workload: Workload) -> nn.Module:
     """Return a BERT of two layers, 64 wide, without dropout. Adapters of query and value, and the classifier, train."""
     torch.manual_seed(0)
     config = BertConfig(
         vocab_size=VOCABULARY, hidden_size=WIDTH, num_hidden_layers=2, num_attention_heads=2,
-        intermediate_size=2 * WIDTH, max_position_embeddings=LENGTH, num_labels=CLASSES, hidden_dropout_prob=0.0,
+        intermediate_size=2 * WIDTH, max_position_embeddings=longest(workload), num_labels=CLASSES, hidden_dropout_prob=0.0,
         attention_probs_dropout_prob=0.0,
     )  # fmt: skip
     lora = LoraConfig(task_type="SEQ_CLS", r=RANK, target_modules=["query", "value"])
@@ -46,15 +52,15 @@ def make_model() -> nn.Module:
 
 def clients(workload: Workload) -> list[Batch]:
     """Return per client `input_ids` (0 is padding), `attention_mask` and `labels`, all int64."""
-    draws = np.random.default_rng(0)
+    draws, length = np.random.default_rng(0), longest(workload)
     typical = draws.integers(1, VOCABULARY, size=(CLASSES, TYPICAL))
     result = []
     for _ in range(workload.clients):
         n = int(draws.integers(FEWEST, MOST + 1)) if workload.sizes == "unequal" else SAMPLES
         y = draws.integers(CLASSES, size=n)
-        of_class = np.take_along_axis(typical[y], draws.integers(TYPICAL, size=(n, LENGTH)), 1)
-        words = np.where(draws.random((n, LENGTH)) < 0.5, of_class, draws.integers(1, VOCABULARY, size=(n, LENGTH)))
-        mask = np.arange(LENGTH) < draws.integers(4, LENGTH + 1, size=(n, 1))
+        of_class = np.take_along_axis(typical[y], draws.integers(TYPICAL, size=(n, length)), 1)
+        words = np.where(draws.random((n, length)) < 0.5, of_class, draws.integers(1, VOCABULARY, size=(n, length)))
+        mask = np.arange(length) < draws.integers(4, length + 1, size=(n, 1))
         arrays = {"input_ids": words * mask, "attention_mask": mask.astype(np.int64), "labels": y}
         result.append({name: torch.from_numpy(array) for name, array in arrays.items()})
     return result
@@ -62,7 +68,7 @@ def clients(workload: Workload) -> list[Batch]:
 
 def train(workload: Workload, rounds: int, tick: Callable[[], None], option: str) -> nn.Module:
     """Train and return the model. `option` is "bare", or an executor, or "plain-" and an executor."""
-    model, data = make_model(), clients(workload)
+    model, data = make_model(workload), clients(workload)
     if option == "bare":
         return bare(model, data, workload, rounds, tick)
     if option.startswith("plain-"):
