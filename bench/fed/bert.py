@@ -42,8 +42,8 @@ def make_model(workload: Workload) -> nn.Module:
     torch.manual_seed(0)
     config = BertConfig(
         vocab_size=VOCABULARY, hidden_size=WIDTH, num_hidden_layers=2, num_attention_heads=2,
-        intermediate_size=2 * WIDTH, max_position_embeddings=longest(workload), num_labels=CLASSES, hidden_dropout_prob=0.0,
-        attention_probs_dropout_prob=0.0,
+        intermediate_size=2 * WIDTH, max_position_embeddings=longest(workload), num_labels=CLASSES,
+        hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
     )  # fmt: skip
     lora = LoraConfig(task_type="SEQ_CLS", r=RANK, target_modules=["query", "value"])
     model: nn.Module = get_peft_model(BertForSequenceClassification(config), lora)

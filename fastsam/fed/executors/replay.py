@@ -285,17 +285,22 @@ class Replays:
         if replay.sizes is None or size in replay.sizes:
             return
         counts = (1,) if any(replay.sizes.values()) else (1, _CHECKED_ROWS)
-        replay.sizes[size] = all(self._try(replay, *self._resized(weights, batch, n, size)) for n in counts)
+        comparisons = [self._try(replay, *self._resized(weights, batch, n, size)) for n in counts]
+        if None not in comparisons:
+            replay.sizes[size] = all(comparisons)
 
-    def _try(self, replay: Pass, weights: list[Tensor], batch: Tensors) -> bool:
-        """Return True if the function of a pass has the results of the plain pass."""
+    def _try(self, replay: Pass, weights: list[Tensor], batch: Tensors) -> bool | None:
+        """Return whether the function of a pass has the results of the plain pass. None: they are not finite, and show
+        nothing."""
         assert replay.function is not None
         try:
             with torch.no_grad():
                 losses, *grads = replay.function(*weights, *batch)
         except RuntimeError:  # the model has no such operation for this size
             return False
-        return self._is_right(replay, weights, batch, losses, grads)
+        expected = self._plain_results(weights, batch)
+        is_finite = all(bool(t.isfinite().all()) for t in (expected[0], *expected[1]))
+        return _is_right(replay, expected, losses, grads) if is_finite else None
 
     def _replay(self, recording: Recording, function: Function) -> Sequence[Tensor] | None:
         """Return the results of the function at the inputs of the recording, or None if they differ from its
@@ -315,25 +320,29 @@ class Replays:
         mistake shows there."""
         replay.uses += 1
         rows = slice(0, None if replay.sizes is None else 1)
-        part = [w[rows] for w in weights], tuple(t[rows] for t in batch), losses[rows], [g[rows] for g in grads]
-        if self._is_right(replay, *part):
+        expected = self._plain_results([w[rows] for w in weights], tuple(t[rows] for t in batch))
+        if _is_right(replay, expected, losses[rows], [g[rows] for g in grads]):
             return True
         self.reason = "the model's forward pass is not a function of its inputs and weights"
         self._log(self.reason)
         return False
 
-    def _is_right(
-        self, replay: Pass, weights: list[Tensor], batch: Tensors, losses: Tensor, grads: Sequence[Tensor]
-    ) -> bool:
-        """Return True if losses and gradients agree with the plain pass to rounding."""
-        plain_losses, plain_grads = self.plain([w.detach().requires_grad_() for w in weights], *batch)
-        has_slots = replay.slots == tuple(i for i, g in enumerate(plain_grads) if g is not None)
-        return has_slots and agree(plain_losses, [g for g in plain_grads if g is not None], losses, grads)
+    def _plain_results(self, weights: list[Tensor], batch: Tensors) -> PassResult:
+        """Return losses, existing gradients, and the parameters that have one, of the plain pass."""
+        losses, grads = self.plain([w.detach().requires_grad_() for w in weights], *batch)
+        slots = tuple(i for i, g in enumerate(grads) if g is not None)
+        return losses, [g for g in grads if g is not None], slots
 
     def _log(self, reason: str) -> None:
         if reason not in self._log_reasons:
             self._log_reasons.add(reason)
             log.info("executor vmap: steps run through torch.vmap each time, which is slower, not replayed: %s", reason)
+
+
+def _is_right(replay: Pass, expected: PassResult, losses: Tensor, grads: Sequence[Tensor]) -> bool:
+    """Return True if losses and gradients are the expected ones, to rounding."""
+    plain_losses, plain_grads, slots = expected
+    return replay.slots == slots and agree(plain_losses, plain_grads, losses, grads)
 
 
 def agree(

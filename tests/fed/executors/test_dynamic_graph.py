@@ -127,6 +127,20 @@ def test_a_size_that_changes_the_operations_has_its_own_recording(passes_of, kin
     assert passes.replays.reason is None
 
 
+def test_a_size_with_an_infinite_loss_is_not_compared_and_not_served(passes_of):
+    """Numbers that are not finite show no difference between two ways to compute them."""
+    passes, form = passes_of(
+        nn.Linear(8, 3).double(), lambda out, y: F.cross_entropy(out, y) / (len(y) > 1), dynamic_only=False
+    )
+    x, y = torch.randn(5, 4, 8, dtype=torch.float64), torch.randint(0, 3, (5, 4))
+    for n in (4, 1, 1, 3):
+        losses, _ = passes.run(form, x[:, :n], y[:, :n])
+        assert torch.allclose(losses, passes.plain(form, x[:, :n], y[:, :n])[0])
+    x[:, :, 0] = torch.inf  # nothing is known of two samples then
+    passes.run(form, x[:, :2], y[:, :2])
+    compare(passes, form, [(5, 2)])
+
+
 def test_batches_of_other_samples_have_another_recording(passes_of):
     passes, form = passes_of(nn.Sequential(nn.AdaptiveAvgPool1d(4), nn.Linear(4, 3)).double())
     for length in (8, 12, 8):
