@@ -4,7 +4,7 @@ Every contender is a separate process that trains the same workload (bench/fed/w
 (bench/fed/race.py). `make bench-fed` makes the environments of the other simulators.
 
 Two races measure speed: all contenders on one core (`speed-1`), and on two cores by their own settings (`speed-2`).
-Clients with a small BERT have a race of their own (`bert`), if transformers and peft are installed.
+Clients with a small BERT race on one core (`bert`), if transformers and peft are installed.
 """
 
 import importlib.util
