@@ -1,7 +1,7 @@
 """Clients with a small BERT of transformers, adapters of peft, AdamW, and batches of dicts with masks.
 
-The workload's clients, cohort and sizes; "bert:32" has texts of 4 to 32 words. The other simulators do not take such
-clients.
+The workload's clients, cohort and sizes; "bert:16x32" has batches of 16 texts of 4 to 32 words. The other simulators do
+not take such clients.
 The module is imported only if transformers and peft are installed.
 """
 
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from bench.fed import plain
-from bench.fed.workload import BATCH, CLASSES, FEWEST, MOST, RHO, SAMPLES, Workload
+from bench.fed.workload import CLASSES, FEWEST, MOST, RHO, SAMPLES, Workload
 from fastsam import fed
 from fastsam.fed.common.import_paths import PackageError, vision
 
@@ -32,9 +32,10 @@ Batch = dict[str, Tensor]
 LOSS = fed.BatchLoss(lambda model, batch: model(**batch).loss)
 
 
-def longest(workload: Workload) -> int:
-    """Return the number of words of the longest texts."""
-    return int(workload.model.partition(":")[2])
+def shape(workload: Workload) -> tuple[int, int]:
+    """Return the number of texts in a batch, and of words in the longest texts."""
+    texts, _, words = workload.model.partition(":")[2].partition("x")
+    return int(texts), int(words)
 
 
 def make_model(workload: Workload) -> nn.Module:
@@ -42,7 +43,7 @@ def make_model(workload: Workload) -> nn.Module:
     torch.manual_seed(0)
     config = BertConfig(
         vocab_size=VOCABULARY, hidden_size=WIDTH, num_hidden_layers=2, num_attention_heads=2,
-        intermediate_size=2 * WIDTH, max_position_embeddings=longest(workload), num_labels=CLASSES,
+        intermediate_size=2 * WIDTH, max_position_embeddings=shape(workload)[1], num_labels=CLASSES,
         hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
     )  # fmt: skip
     lora = LoraConfig(task_type="SEQ_CLS", r=RANK, target_modules=["query", "value"])
@@ -52,7 +53,7 @@ def make_model(workload: Workload) -> nn.Module:
 
 def clients(workload: Workload) -> list[Batch]:
     """Return per client `input_ids` (0 is padding), `attention_mask` and `labels`, all int64."""
-    draws, length = np.random.default_rng(0), longest(workload)
+    draws, length = np.random.default_rng(0), shape(workload)[1]
     typical = draws.integers(1, VOCABULARY, size=(CLASSES, TYPICAL))
     result = []
     for _ in range(workload.clients):
@@ -74,7 +75,7 @@ def train(workload: Workload, rounds: int, tick: Callable[[], None], option: str
     if option.startswith("plain-"):
         plain.hide_kernels()
     return fed.run(
-        model, data, fed.algorithms.registry[workload.algorithm](), rounds=rounds, batch_size=BATCH, loss=LOSS,
+        model, data, fed.algorithms.registry[workload.algorithm](), rounds=rounds, batch_size=shape(workload)[0], loss=LOSS,
         optimizer="AdamW", lr=LR, participation=workload.cohort / workload.clients, sampler="fixed", eval_every=rounds,
         progress=lambda record: tick(), executor=option.removeprefix("plain-"),
     ).model  # fmt: skip
@@ -89,7 +90,7 @@ def bare(model: nn.Module, data: list[Batch], workload: Workload, rounds: int, t
         for i in random.sample(range(workload.clients), workload.cohort):
             load(weights, start)
             optimizer = torch.optim.AdamW(weights, lr=LR, fused=True)
-            for batch in batches(data[i]):
+            for batch in batches(data[i], shape(workload)[0]):
                 gradients(model, weights, batch)
                 if workload.algorithm == "fedsam":
                     second_gradients(model, weights, batch)
@@ -107,8 +108,8 @@ def load(weights: list[nn.Parameter], values: list[Tensor]) -> None:
         w.copy_(value)
 
 
-def batches(client: Batch) -> Iterator[Batch]:
-    for rows in torch.randperm(len(client["labels"])).split(BATCH):
+def batches(client: Batch, size: int) -> Iterator[Batch]:
+    for rows in torch.randperm(len(client["labels"])).split(size):
         yield {name: tensor[rows] for name, tensor in client.items()}
 
 

@@ -37,8 +37,11 @@ RACES = {  # by number of cores: sizes of the clients, model, algorithm
     ],
     2: [*itertools.product(["unequal"], MODELS, ALGORITHMS)],
 }  # fmt: skip
-# Longest texts of BERT's clients, sizes of the clients, algorithm.
-WORDS = [(16, "unequal", "fedavg"), (32, "unequal", "fedavg"), (32, "unequal", "fedsam"), (32, "equal", "fedavg")]
+# Batches and longest texts of BERT's clients, sizes of the clients, algorithm.
+TEXTS = [
+    ("8x16", "unequal", "fedavg"), ("16x16", "unequal", "fedavg"), ("16x32", "unequal", "fedavg"),
+    ("16x32", "unequal", "fedsam"), ("16x32", "equal", "fedavg"),
+]  # fmt: skip
 BOTH = min(2, cores.available())  # cores of contenders that use several
 ONE_CORE = ", one core"  # end of the label of a contender that has one core in the race of two
 USE_TWO = ("flower", "blazefl")  # simulators that train a client on each core at the same time
@@ -84,13 +87,13 @@ def transformers(options: Options) -> Iterator[Case]:
     """Yield the races of clients with a small BERT on one core (see bench/fed/bert.py)."""
     if any(importlib.util.find_spec(package) is None for package in ("transformers", "peft")):
         return
-    for words, sizes, algorithm in WORDS:
-        load = Workload(f"bert:{words}", algorithm, sizes=sizes)
+    for texts, sizes, algorithm in TEXTS:
+        load = Workload(f"bert:{texts}", algorithm, sizes=sizes)
         names = {"bare loop": "bare", "fastsam, sequential": "sequential", "fastsam, vmap": "vmap"}
         names |= {"fastsam plain, vmap": "plain-vmap"}
         entries = [Entry(label, f"bert:{option}", load, ours=option != "bare") for label, option in names.items()]
         turns = (options.number(CHUNKS, 3), 1 if options.quick else ROUNDS["bert"])
-        yield from _race(options, "bert", f"{words} words, {SIZES[sizes]}, {algorithm}", entries, *turns)
+        yield from _race(options, "bert", f"{texts} words, {SIZES[sizes]}, {algorithm}", entries, *turns)
 
 
 def write_digits() -> None:

@@ -12,11 +12,11 @@ library("peft")
 
 
 @pytest.mark.parametrize("algorithm", ["fedavg", "fedsam"])
-def test_the_plain_loop_takes_the_steps_of_a_run(algorithm: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_plain_loop_takes_the_steps_of_a_run(algorithm: str) -> None:
+    """A batch holds all samples of a client, so that no order is drawn."""
     from bench.fed import bert
 
-    monkeypatch.setattr(bert, "BATCH", 120)  # all samples of a client, so that no order is drawn
-    load = Workload("bert:8", algorithm, clients=3, cohort=3, sizes="unequal")
+    load = Workload("bert:120x8", algorithm, clients=3, cohort=3, sizes="unequal")
     start = bert.make_model(load)
     plain, *ours = (bert.train(load, 2, int, option) for option in ("bare", "sequential", "vmap"))
     for name, p in plain.named_parameters():
