@@ -74,9 +74,10 @@ def train(workload: Workload, rounds: int, tick: Callable[[], None], option: str
         return bare(model, data, workload, rounds, tick)
     if option.startswith("plain-"):
         plain.hide_kernels()
+    algorithm, batch_size = fed.algorithms.registry[workload.algorithm](), shape(workload)[0]
     return fed.run(
-        model, data, fed.algorithms.registry[workload.algorithm](), rounds=rounds, batch_size=shape(workload)[0], loss=LOSS,
-        optimizer="AdamW", lr=LR, participation=workload.cohort / workload.clients, sampler="fixed", eval_every=rounds,
+        model, data, algorithm, rounds=rounds, batch_size=batch_size, loss=LOSS, optimizer="AdamW", lr=LR,
+        participation=workload.cohort / workload.clients, sampler="fixed", eval_every=rounds,
         progress=lambda record: tick(), executor=option.removeprefix("plain-"),
     ).model  # fmt: skip
 
