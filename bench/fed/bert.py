@@ -1,8 +1,7 @@
 """Clients with a small BERT of transformers, adapters of peft, AdamW, and batches of dicts with masks.
 
-The workload's clients, cohort and sizes; "bert:16x32" has batches of 16 texts of 4 to 32 words. The other simulators do
-not take such clients.
-The module is imported only if transformers and peft are installed.
+Clients, cohort and sizes are the workload's. The model "bert:16x32" has batches of 16 texts of 4 to 32 words. The other
+simulators do not take such clients. The module is imported only if transformers and peft are installed.
 """
 
 import random

@@ -385,7 +385,7 @@ def test_every_variant_is_there() -> None:
 
 
 def test_host_time_of_triton_without_a_gpu() -> None:
-    """A row for each way, with unchanged and with new addresses; it has a process of its own."""
+    """A row for each way, with unchanged and with new addresses, measured in a separate process."""
     pytest.importorskip("triton", reason="Triton is not installed")
     if toolchain.find_cxx() is None:
         pytest.skip("Triton's launcher needs a C compiler")

@@ -62,7 +62,7 @@ def source(data: Any, label: str, has_collate: bool = False) -> Any:
         has_collate: a `collate` of the run takes samples.
 
     Raises:
-        ValueError: its form is none of `FORMS`.
+        ValueError: the form of the data is not in `FORMS`.
     """
     if isinstance(data, DataLoader):
         return _of_loader(data, label, has_collate)

@@ -12,8 +12,10 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch.fx import Graph, GraphModule, Node
+from torch.fx import Graph, Node
 from torch.fx.node import map_arg
+
+from fastsam.fed.executors.graph_recorder import module_of
 
 aten = torch.ops.aten
 
@@ -210,8 +212,7 @@ def function_of(graph: Graph, strides: Sequence[tuple[int, ...]]) -> Callable[..
     bind_functions(graph)
     for node in graph.nodes:
         node.meta.clear()  # tensors as they were
-    assert graph.owning_module is not None
-    run: Callable[..., Sequence[Tensor]] = GraphModule(graph.owning_module, graph).forward
+    run: Callable[..., Sequence[Tensor]] = module_of(graph).forward
     return run
 
 

@@ -178,7 +178,7 @@ def client_models_of(
     own_parameters: Sequence[str],
     buffers: Sequence[Tensor],
 ) -> ClientModels | None:
-    """Return the source of the clients' own models, or None if the clients have none.
+    """Return the source of the personal models, or None if clients have no personal model.
 
     A `PersonalizedAlgorithm` is also an algorithm: it wraps `algorithm` and keeps with the clients what the run and
     the algorithm (`own_parameters`) name. `buffers` are the initial buffers if training changes them, else empty.

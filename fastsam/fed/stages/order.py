@@ -31,9 +31,9 @@ def chain(
 ) -> Sequence[Stage]:
     """Return the stages of a run with the options `settings` (`fastsam.fed.loop.options.Settings`).
 
-        Clip, LocalNoise                         process_results: the deltas, before `Algorithm.finish_client`
-        AverageBuffers, Compress, ClientWeights  process_uploads: what the clients send
-        KeepOptimizerState                       process_updates and process_uploads: what stays with the clients
+        Clip, LocalNoise                         process_results changes deltas, before `Algorithm.finish_client`
+        AverageBuffers, Compress, ClientWeights  process_uploads changes uploads
+        KeepOptimizerState                       process_updates and process_uploads store states of the clients
         Robust                                   process_uploads checks them, after_sum keeps the rows of clients
                                                  without a problem, process_aggregate replaces the means
         Measuring                                process_uploads measures clients, process_aggregate reads true means

@@ -157,7 +157,7 @@ def test_an_order_is_a_function_of_its_client_alone(clients, epoch):
 @settings(deadline=None, max_examples=50)
 @given(CLIENTS, st.sampled_from([(), (1, "shuffle", 2)]), st.data())
 def test_compiled_orders_have_the_bits_of_numpys(clients, parts, data):
-    """All orders, or what is kept of them, at places of a common memory, with an offset."""
+    """Orders, whole or shortened, at places of a common memory, with an offset."""
     lines, begin = [], 3
     for number, size in clients:
         kept = data.draw(st.integers(0, size))

@@ -144,7 +144,7 @@ def test_a_size_with_an_infinite_loss_is_not_compared_and_not_served(passes_of):
 def test_batches_of_other_samples_have_another_recording(passes_of):
     passes, form = passes_of(nn.Sequential(nn.AdaptiveAvgPool1d(4), nn.Linear(4, 3)).double())
     for length in (8, 12, 8):
-        compare(passes, form, [(5, 4), (5, 2)], lambda *shape: torch.randn(*shape, length, dtype=torch.float64))  # noqa: B023
+        compare(passes, form, [(5, 4), (5, 2)], lambda *shape, n=length: torch.randn(*shape, n, dtype=torch.float64))
     assert len(passes.replays._passes) == 2
 
 

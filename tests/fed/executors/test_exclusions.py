@@ -1,6 +1,6 @@
 """A client that fails is excluded: on every executor, with the bits of a run in which it takes no part.
 
-It fails if it raises an error, or if its loss or what it sends is not finite.
+It fails if it raises an error, or if its loss or upload is not finite.
 """
 
 import functools

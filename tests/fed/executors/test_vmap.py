@@ -261,7 +261,7 @@ def test_rows_have_memory_for_their_activations(monkeypatch: pytest.MonkeyPatch)
 def test_operations_that_are_called_once_per_client_are_logged_in_our_words(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """The log has one line in place of torch's warnings. Warnings of the model and of the user's vmap are shown."""
+    """The log has one line in place of torch's warnings. The model's warnings and the user's vmap still warn."""
 
     class Pairs(nn.Module):
         def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""Numbers over clients with personal models: accuracies and metrics are all of the clients' own models."""
+"""Numbers over clients with personal models: all accuracies and metrics belong to these models."""
 
 from typing import Any
 

@@ -311,7 +311,7 @@ test_refused = refusals(
      r"callbacks must hold instances: write Callback\(...\), not Callback"),
     (lambda: start(callbacks=[print], run_dir="run"),
      "callbacks must hold objects with one of on_start, .*; got <built-in function print>"),
-    # clients that are excluded, and what they send
+    # excluded clients and uploads
     (lambda: start(max_excluded=1.5), "max_excluded"),
     (lambda: start(privacy={"clip": 0.0}), "clip .* > 0, got 0.0"),
     # formats of the memory
