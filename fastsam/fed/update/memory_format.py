@@ -27,7 +27,7 @@ def reorder(model: nn.Module, format: str, device: torch.device, stacked: bool) 
     Args:
         model: the user's model.
         format: one of `FORMATS`. "auto" is the rule below. It also converts a model in channels_last if torch would
-            write past its memory (`overrun_risk`).
+            end the process (`danger`).
         device: device of training.
         stacked: several clients share one call of the model.
 
@@ -43,14 +43,14 @@ def reorder(model: nn.Module, format: str, device: torch.device, stacked: bool) 
         )
     weights = [p for p in model.parameters() if p.dim() == 4]
     itself_last = any(p.stride() != _strides(p, torch.contiguous_format) for p in weights)
-    risk = overrun_risk(model, device)
+    risk = danger(model, device)
     if format == "auto":
         format, reason = rule(model, device, stacked)
         log.info("memory format %r: %s", format, reason)
     elif risk and (format == CHANNELS_LAST or itself_last):
         raise ValueError(
-            f"memory_format={format!r} would train this model in channels_last, in which torch writes past its memory "
-            f"on some processors (docs/torch_conv1x1_channels_last.md) for {risk}. Use memory_format='auto'"
+            f"memory_format={format!r} would train this model in channels_last, in which {risk}. Use "
+            "memory_format='auto'"
         )
     if not weights or (format == PRESERVE and not (risk and itself_last)):
         return model
@@ -64,7 +64,30 @@ def reorder(model: nn.Module, format: str, device: torch.device, stacked: bool) 
     return result
 
 
-def overrun_risk(model: nn.Module, device: torch.device) -> str:
+def danger(model: nn.Module, device: torch.device) -> str:
+    """Return what would end the process in channels_last on the CPU, and the layer, or ""."""
+    if device.type != "cpu":
+        return ""
+    if layer := _overrun_risk(model):
+        return f"torch writes past its memory on some processors (docs/torch_conv1x1_channels_last.md) for {layer}"
+    if layer := _group_norm_risk(model):
+        return f"torch's backward pass ends the process for {layer} (a trained GroupNorm behind frozen convolutions)"
+    return ""
+
+
+def _group_norm_risk(model: nn.Module) -> str:
+    """Return a trained GroupNorm of a model with frozen convolutions, or "".
+
+    torch 2.13 reads a missing tensor in the backward pass of a GroupNorm, in any dtype, if its input is in
+    channels_last and needs no gradient. Only the forward pass knows the input, so all frozen convolutions count.
+    """
+    if all(p.requires_grad for p in model.parameters() if p.dim() == 4):
+        return ""
+    norms = ((name, m) for name, m in model.named_modules() if isinstance(m, nn.GroupNorm))
+    return next((repr(name) for name, m in norms if any(p.requires_grad for p in m.parameters())), "")
+
+
+def _overrun_risk(model: nn.Module) -> str:
     """Return the layer for which torch's CPU kernels write past their memory in channels_last, or "".
 
     It is a 1x1 convolution with a stride and a number of input channels that is not a multiple of 8, in any dtype but
@@ -73,8 +96,6 @@ def overrun_risk(model: nn.Module, device: torch.device) -> str:
     `nn.Conv2d` cannot be seen, so it counts. All processors are treated alike, so that a run can be resumed on a
     different processor.
     """
-    if device.type != "cpu":
-        return ""
     for name, module in model.named_modules():
         if isinstance(module, nn.utils.parametrize.ParametrizationList | nn.ConvTranspose2d):
             continue  # the weight is judged by its layer; transposed convolutions were tried and are correct
@@ -100,8 +121,8 @@ def rule(model: nn.Module, device: torch.device, stacked: bool) -> tuple[str, st
         return PRESERVE, "stacked convolutions are grouped ones, which copy their weights anyway"
     if any(p.dtype != torch.float32 for p in weights):
         return PRESERVE, "it speeds up float32; in float64 some convolutions take twice as long"
-    if risk := overrun_risk(model, device):
-        return PRESERVE, f"torch writes past its memory in channels_last for {risk}"
+    if risk := danger(model, device):
+        return PRESERVE, f"in channels_last {risk}"
     if sum(p.numel() for p in weights) > _MAX_NUMEL:
         return PRESERVE, f"more than {_MAX_NUMEL} convolution weights: reordering their gradients costs more"
     return CHANNELS_LAST, "pooling and convolutions of this size are faster on the CPU with the channels last"

@@ -244,6 +244,31 @@ def test_models_at_risk_are_kept_out_of_channels_last(name):
     assert memory_format.order(memory_format.reorder(model.double(), "channels_last", CPU, False)) == "channels_last"
 
 
+def normed(dtype: torch.dtype = torch.float32) -> nn.Sequential:
+    """A frozen convolution, and a trained normalisation behind it. Inputs [n, 1, 12, 12]."""
+    conv = nn.Conv2d(1, 4, 3).requires_grad_(False)
+    return nn.Sequential(conv, nn.GroupNorm(2, 4), nn.ReLU(), nn.Flatten(), nn.Linear(400, 3)).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("own_format", [torch.contiguous_format, LAST], ids=str)
+def test_a_group_norm_behind_frozen_convolutions_is_kept_out_of_channels_last(own_format, dtype):
+    """Its backward pass in that order would end the process, so the refusals come first."""
+    model = normed(dtype).to(memory_format=own_format)
+    for format in ("channels_last", *["preserve"] * (own_format is LAST)):
+        with pytest.raises(ValueError, match=r"ends the process for '1' .*Use memory_format='auto'"):
+            memory_format.reorder(model, format, CPU, stacked=False)
+    assert memory_format.order(memory_format.reorder(model, "auto", CPU, stacked=False)) == "preserve"
+    run(model, "auto")
+
+
+def test_group_norms_of_other_models_are_not_kept_out():
+    trained, frozen, dense = normed().requires_grad_(True), normed(), normed()[3:]
+    frozen[1].requires_grad_(False)
+    for model in (trained, frozen, dense):
+        assert memory_format.danger(model, CPU) == ""
+
+
 @pytest.mark.parametrize("name", SOUND)
 def test_models_that_are_not_at_risk_are_not_kept_out(name):
     model = SOUND[name]()
