@@ -71,7 +71,7 @@ def danger(model: nn.Module, device: torch.device) -> str:
     if layer := _overrun_risk(model):
         return f"torch writes past its memory on some processors (docs/torch_conv1x1_channels_last.md) for {layer}"
     if layer := _group_norm_risk(model):
-        return f"torch's backward pass ends the process for {layer} (a trained GroupNorm behind frozen convolutions)"
+        return f"torch's backward pass ends the process for {layer} (a trained GroupNorm after frozen convolutions)"
     return ""
 
 

@@ -245,14 +245,14 @@ def test_models_at_risk_are_kept_out_of_channels_last(name):
 
 
 def normed(dtype: torch.dtype = torch.float32) -> nn.Sequential:
-    """A frozen convolution, and a trained normalisation behind it. Inputs [n, 1, 12, 12]."""
+    """A frozen convolution, and a trained normalisation after it. Inputs [n, 1, 12, 12]."""
     conv = nn.Conv2d(1, 4, 3).requires_grad_(False)
     return nn.Sequential(conv, nn.GroupNorm(2, 4), nn.ReLU(), nn.Flatten(), nn.Linear(400, 3)).to(dtype)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("own_format", [torch.contiguous_format, LAST], ids=str)
-def test_a_group_norm_behind_frozen_convolutions_is_kept_out_of_channels_last(own_format, dtype):
+def test_a_group_norm_after_frozen_convolutions_is_kept_out_of_channels_last(own_format, dtype):
     """Its backward pass in that order would end the process, so the refusals come first."""
     model = normed(dtype).to(memory_format=own_format)
     for format in ("channels_last", *["preserve"] * (own_format is LAST)):
