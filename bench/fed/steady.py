@@ -2,9 +2,13 @@
 
 A round prepares if it captures a CUDA graph, records or compares a pass, or compiles. It is never reported. The rounds
 before it were warm-up too, so the ten begin after it.
+
+A steady round may still be slow, because the passes of stacked clients run through the model's Python code and not from
+recordings. Then the figures have the number of such passes and the reason.
 """
 
 import functools
+import logging
 import math
 import sys
 import time
@@ -18,6 +22,7 @@ import torch
 
 from fastsam.fed.executors.cuda import Cuda
 from fastsam.fed.executors.replay import Replays
+from fastsam.fed.executors.stacked import StackedPasses
 
 DROPPED, ROUNDS = 5, 10
 MAX_ROUNDS = 10_000  # rounds of a training loop that `SteadyRounds` ends
@@ -41,6 +46,7 @@ class SteadyRounds:
         dropped (int): number of rounds before the first time.
         window: function that makes a context, in which the steady rounds run.
         clock: function that returns seconds.
+        slow_passes: counter of passes that are not replayed.
 
     Attributes:
         times: seconds of each steady round.
@@ -51,11 +57,14 @@ class SteadyRounds:
         self, device: str | torch.device, num_preparations: Callable[[], int], seconds: float = math.inf,
         rounds: int = ROUNDS, dropped: int = DROPPED,
         window: Callable[[], AbstractContextManager[Any]] = nullcontext, clock: Callable[[], float] = time.perf_counter,
+        slow_passes: "SlowPasses | None" = None,
     ) -> None:  # fmt: skip
         self.device, self.num_preparations, self.seconds = torch.device(device), num_preparations, seconds
         self.rounds, self.dropped, self.window, self.clock = rounds, dropped, window, clock
         self.times, self.context, self.num_rounds, self.last_preparation = list[float](), None, 0, 0
         self.first: float | None = None
+        self.slow_passes = slow_passes or SlowPasses()
+        self._num_slow = 0  # at the beginning of the window
         self._stack: ExitStack | None = None  # exit of the open window
         self._num_known = num_preparations()
         self._since = self._start = clock()
@@ -74,7 +83,7 @@ class SteadyRounds:
         if len(self.times) == self.rounds or now - self._start > self.seconds:
             raise Enough
         if self._stack is None and self.num_rounds >= self.dropped:
-            self._stack = ExitStack()
+            self._stack, self._num_slow = ExitStack(), self.slow_passes.count
             self.context = self._stack.enter_context(self.window())
         self._since = self._now()
 
@@ -90,8 +99,50 @@ class SteadyRounds:
             self._stack = None
 
     def figures(self) -> Figures:
-        """Return the time of each steady round, their median, and the seconds of the first round. See `figures_of`."""
-        return {"first": self.first} | figures_of(self.times, self.rounds, self.num_rounds, self.last_preparation)
+        """Return the time of each steady round, their median, and the seconds of the first round. See `figures_of`.
+        Passes of these rounds that are not replayed are counted, and the row has a note with the reason."""
+        result = {"first": self.first} | figures_of(self.times, self.rounds, self.num_rounds, self.last_preparation)
+        count = self.slow_passes.count - self._num_slow if self.times else 0
+        if not count:
+            return result
+        count_a_round, reasons = count / len(self.times), self.slow_passes.reasons
+        notes = [result.get("note"), f"{count_a_round:g} passes a round are not replayed", *reasons]
+        return result | {"slow_passes": count_a_round, "note": ": ".join(filter(None, notes))}
+
+
+class SlowPasses(logging.Handler):
+    """A counter of passes of stacked clients that run through the model's Python code.
+
+    Attributes:
+        count: number of passes.
+        reasons: warnings of the executor that say why.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.count, self.reasons = 0, list[str]()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Store a warning of an executor."""
+        if record.getMessage().startswith("executor "):
+            self.reasons.append(record.getMessage())
+
+    @contextmanager
+    def counting(self) -> Iterator[None]:
+        """Count the passes inside."""
+        run, log = StackedPasses.gradients, logging.getLogger("fastsam.fed")
+
+        @functools.wraps(run)
+        def counted(passes: StackedPasses, *operands: Any) -> Any:
+            self.count += 1
+            return run(passes, *operands)
+
+        log.addHandler(self)
+        try:
+            with mock.patch.object(StackedPasses, "gradients", counted):
+                yield
+        finally:
+            log.removeHandler(self)
 
 
 def figures_of(times: Sequence[float], rounds: int, num_rounds: int, last_preparation: int = 0) -> Figures:
@@ -110,8 +161,9 @@ def figures_of(times: Sequence[float], rounds: int, num_rounds: int, last_prepar
 
 def measure(device: str | torch.device, train: Callable[[Tick], Any], seconds: float, **options: Any) -> SteadyRounds:
     """Return the steady rounds of `train`, which calls its argument after every round. See `SteadyRounds`."""
-    with count_preparations() as num_preparations:
-        rounds = SteadyRounds(device, num_preparations, seconds, **options)
+    slow_passes = SlowPasses()
+    with count_preparations() as num_preparations, slow_passes.counting():
+        rounds = SteadyRounds(device, num_preparations, seconds, slow_passes=slow_passes, **options)
         try:
             with suppress(Enough):
                 train(rounds)

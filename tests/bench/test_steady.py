@@ -1,5 +1,6 @@
 """Times of steady rounds: no round that captures or records is reported, none before it; and the jobs of a device."""
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -93,6 +94,25 @@ def test_no_round_of_an_executor_is_reported_in_which_it_captured(executor: str,
     rounds = steady.measure("cpu", train, 60, dropped=1, rounds=2)
     assert graphs[-1] > 0, "nothing was captured"
     assert len(rounds.times) == 2 and graphs[-3] == graphs[-1], f"a reported round captured: {graphs}"
+
+
+def test_passes_that_are_not_replayed_are_counted_with_the_reason() -> None:
+    """A model that counts its calls cannot be replayed: two steps a round, each for both clients."""
+
+    class Counts(nn.Linear):
+        calls = 0
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.calls += 1
+            return super().forward(x)
+
+    data = [(torch.randn(16, 8), torch.randint(10, (16,))) for _ in range(2)]
+    for model, count in ((Counts(8, 10), 2.0), (nn.Linear(8, 10), None)):
+        options = {"executor": "vmap", "slots": 2, "backend": "reference"}
+        train = functools.partial(on_gpu.train_model, model, data, "fedavg", batch=8, **options)
+        figures = steady.measure("cpu", train, 60, dropped=2, rounds=3).figures()
+        assert figures.get("slow_passes") == count and len(figures["times"]) == 3
+        assert ("changes calls" in figures.get("note", "")) == (count is not None)
 
 
 def test_only_steady_rounds_are_profiled() -> None:

@@ -6,8 +6,9 @@ happens once. A recording runs in one of three ways. A row program serves batche
 `DynamicGraph` serves batches of any size. If its two recordings differ too much, a graph serves one shape.
 
 The plain pass defines the meaning. The first two passes of a recording run both ways and are compared, and a dynamic
-graph also for each size of a batch. The choice of replayed passes depends only on model and shapes, so a continued run
-has the bits of an uninterrupted one.
+graph also for each size of a batch. A dynamic graph that differs only on several rows is dropped, and graphs of one
+shape take its place. The choice of replayed passes depends only on model and shapes, so a continued run has the bits of
+an uninterrupted one.
 """
 
 from __future__ import annotations
@@ -109,7 +110,7 @@ class Replays:
         self.reason: str | None = None  # why nothing is replayed any more
         self._passes: OrderedDict[Key, Pass] = OrderedDict()
         self._formless: set[Key] = set()  # keys of dynamic graphs in which an operation has no form
-        self._log_reasons: set[str] = set()
+        self._warned_reasons: set[str] = set()
 
     def run(self, weights: list[Tensor], *batch: Tensor) -> PassResult | None:
         """Run a pass at `weights` (`[rows, *shape]`, leaves of autograd) on a batch, each tensor `[rows, batch, ...]`.
@@ -217,12 +218,12 @@ class Replays:
             recording = self._make_recording(*self._resized(weights, batch, ROWS, batch[0].shape[1]), FORMLESS)
         except StoppedRecordingError:
             return Pass()
-        except CannotRecordError as error:
-            self._log(str(error))
+        except CannotRecordError as error:  # a graph may be possible
+            log.debug("executor vmap: no row program is made of a step: %s", error)
             return Pass()
         assert self.make_row_pass is not None
         row_pass = self.make_row_pass(recording.graph, recording.slots)
-        if row_pass is None or self._replay(recording, row_pass) is None:
+        if row_pass is None or _results(recording, row_pass) is None:
             return Pass()
         return Pass(row_pass, recording.slots, row_pass=row_pass)
 
@@ -246,12 +247,15 @@ class Replays:
         try:
             recording = self._make_recording(weights, batch)
         except CannotRecordError as error:
-            self._log(str(error))
+            self._warn(str(error))
             return Pass()
         graph_passes.use_products(recording.graph, self.product_of)
         function = graph_passes.function_of(recording.graph, self._strides(recording))
-        results = self._replay(recording, function)
-        return Pass() if results is None else Pass(function, recording.slots, first_results=results)
+        results = _results(recording, function)
+        if results is None:
+            self._warn("the replay of a pass gives other losses or gradients")
+            return Pass()
+        return Pass(function, recording.slots, first_results=results)
 
     def _make_recording(
         self, weights: list[Tensor], batch: Tensors, stops: frozenset[Any] = frozenset(), folds: bool = True
@@ -269,7 +273,7 @@ class Replays:
         if change is None:
             return recording
         self.reason = f"the model's forward pass changes {change}"
-        self._log(self.reason)
+        self._warn(self.reason)
         raise CannotRecordError(self.reason)
 
     def _strides(self, recording: Recording) -> list[tuple[int, ...]]:
@@ -302,29 +306,25 @@ class Replays:
         is_finite = all(bool(t.isfinite().all()) for t in (expected[0], *expected[1]))
         return _is_right(replay, expected, losses, grads) if is_finite else None
 
-    def _replay(self, recording: Recording, function: Function) -> Sequence[Tensor] | None:
-        """Return the results of the function at the inputs of the recording, or None if they differ from its
-        results."""
-        losses, *grads = recording.outputs
-        with torch.no_grad():
-            results = replayed_losses, *replayed_grads = function(*recording.inputs)
-        if agree(losses, grads, replayed_losses, replayed_grads):
-            return results
-        self._log("the replay of a pass gives other losses or gradients")
-        return None
-
     def _compare(
         self, replay: Pass, weights: list[Tensor], batch: Tensors, losses: Tensor, grads: list[Tensor]
     ) -> bool:
         """Return True if the recording is right for another batch at other weights. A value that the recording froze by
-        mistake shows there."""
+        mistake shows there.
+
+        The plain pass has the same rows. With fewer rows cuDNN chooses other algorithms, which round differently, and a
+        maximum that rounding moves changes the gradients.
+        """
         replay.uses += 1
-        rows = slice(0, None if replay.sizes is None else 1)
-        expected = self._plain_results([w[rows] for w in weights], tuple(t[rows] for t in batch))
-        if _is_right(replay, expected, losses[rows], [g[rows] for g in grads]):
+        if _is_right(replay, self._plain_results(weights, batch), losses, grads):
             return True
+        one_row = self._resized(weights, batch, 1, batch[0].shape[1])
+        if replay.sizes is not None and self._try(replay, *one_row):  # a recording of one shape may be right
+            log.debug("executor vmap: a step that was recorded for all shapes gives other losses or gradients")
+            replay.function = replay.sizes = None
+            return False
         self.reason = "the model's forward pass is not a function of its inputs and weights"
-        self._log(self.reason)
+        self._warn(self.reason)
         return False
 
     def _plain_results(self, weights: list[Tensor], batch: Tensors) -> PassResult:
@@ -333,10 +333,21 @@ class Replays:
         slots = tuple(i for i, g in enumerate(grads) if g is not None)
         return losses, [g for g in grads if g is not None], slots
 
-    def _log(self, reason: str) -> None:
-        if reason not in self._log_reasons:
-            self._log_reasons.add(reason)
-            log.info("executor vmap: steps run through torch.vmap each time, which is slower, not replayed: %s", reason)
+    def _warn(self, reason: str) -> None:
+        """Log, once for each reason, that passes are not replayed."""
+        if reason not in self._warned_reasons:
+            self._warned_reasons.add(reason)
+            log.warning(
+                "executor vmap: steps run through torch.vmap each time, which is slower, not replayed: %s", reason
+            )
+
+
+def _results(recording: Recording, function: Function) -> Sequence[Tensor] | None:
+    """Return the results of a function at the inputs of a recording, or None if they differ from its results."""
+    losses, *grads = recording.outputs
+    with torch.no_grad():
+        results = replayed_losses, *replayed_grads = function(*recording.inputs)
+    return results if agree(losses, grads, replayed_losses, replayed_grads) else None
 
 
 def _is_right(replay: Pass, expected: PassResult, losses: Tensor, grads: Sequence[Tensor]) -> bool:

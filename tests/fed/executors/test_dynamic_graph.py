@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from fastsam import fed
-from fastsam.fed.executors.dynamic_graph import SHAPES, Fixed, Power, _number
+from fastsam.fed.executors.dynamic_graph import SHAPES, DynamicGraph, Fixed, Power, _number
 from fastsam.fed.executors.graph_recorder import CannotRecordError
 from tests.helpers import oracle
 from tests.helpers.stacked_passes import make_passes, same
@@ -184,3 +184,24 @@ def test_a_number_is_a_factor_of_rows_and_samples(pair, number):
 def test_other_numbers_are_refused(pair):
     with pytest.raises(CannotRecordError, match=r"is .* with \(2, 11\) and .* with \(3, 13\)"):
         _number(*pair)
+
+
+def test_a_recording_that_is_wrong_for_a_number_of_rows_leaves_the_place_to_a_recording_of_one_shape(
+    passes_of, monkeypatch
+):
+    """Sizes are compared on one row and on five. With four rows a kernel may round in another way."""
+    run, calls = DynamicGraph.__call__, []
+
+    def rounding(self, *inputs):
+        losses, *gradients = run(self, *inputs)
+        calls.append(len(losses))
+        return [losses, *(g * (1.1 if len(losses) == 4 else 1) for g in gradients)]
+
+    monkeypatch.setattr(DynamicGraph, "__call__", rounding)
+    passes, form = passes_of(nn.Linear(8, 3).double(), rows=4, dynamic_only=False)
+    x, y = torch.randn(4, 6, 8, dtype=torch.float64), torch.randint(0, 3, (4, 6))
+    assert passes.replays.run(form.leaves, x, y) is None  # the plain pass is right
+    num_calls = len(calls)
+    for _ in range(3):
+        same(passes, form, x, y)
+    assert 4 in calls and len(calls) == num_calls and passes.replays.reason is None

@@ -297,7 +297,7 @@ class Changing(nn.Linear):
 def test_a_forward_that_changes_pythons_state_is_not_replayed(how, words, caplog):
     passes, form = make_passes(Changing(how))
     x, y = torch.randn(5, 4, 3), torch.zeros(5, 4, dtype=torch.int64)
-    with caplog.at_level(logging.INFO, "fastsam.fed"):
+    with caplog.at_level(logging.WARNING, "fastsam.fed"):
         for _ in range(3):
             assert passes.replays.run(form.leaves, x, y) is None
     assert words in passes.replays.reason
@@ -315,7 +315,7 @@ def test_what_was_no_constant_is_found_at_the_second_pass(caplog):
     x, y = torch.randn(5, 4, 3), torch.zeros(5, 4, dtype=torch.int64)
     assert passes.replays.run(form.leaves, x, y) is not None
     outside[0] = 2.0
-    with caplog.at_level(logging.INFO, "fastsam.fed"):
+    with caplog.at_level(logging.WARNING, "fastsam.fed"):
         losses, gradients = passes.run(form, x, y)
     plain, expected = passes.plain(form, x, y)
     assert torch.equal(losses, plain) and all(map(torch.equal, gradients.tensors, expected.tensors))
@@ -340,7 +340,7 @@ def test_passes_that_cannot_be_recorded_run_plainly(kind, words, caplog):
     model.register_buffer("fixed", torch.ones(2))
     passes, form = make_passes(model)
     x, y = torch.randn(5, 4, 3), torch.zeros(5, 4, dtype=torch.int64)
-    with caplog.at_level(logging.INFO, "fastsam.fed"):
+    with caplog.at_level(logging.WARNING, "fastsam.fed"):
         for _ in range(3):
             losses, gradients = passes.run(form, x.clone(), y)
     plain, expected = passes.plain(form, x.clone(), y)
@@ -353,6 +353,6 @@ def test_results_of_elsewhere_are_not_taken_for_constants(caplog):
     passes, form = make_passes(nn.Linear(4, 1, bias=False))
     fixed_results = torch.ones(5), [torch.ones(5, 1, 4)]
     replays = Replays(lambda weights, x, y: fixed_results, passes.module, passes.layout)
-    with caplog.at_level(logging.INFO, "fastsam.fed"):
+    with caplog.at_level(logging.WARNING, "fastsam.fed"):
         assert replays.run(form.leaves, torch.zeros(5, 1), torch.zeros(5, 1)) is None
     assert "not recorded" in caplog.text
