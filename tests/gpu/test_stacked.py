@@ -1,17 +1,24 @@
-"""Stacked clients on a GPU: a step waits for nothing."""
+"""Stacked clients on a GPU: a step waits for nothing, and every pass is replayed with the numbers of `sequential`."""
+
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
-from pytest import MonkeyPatch
+from pytest import LogCaptureFixture, MonkeyPatch
+from torch import Tensor, nn
 
+from bench.fed.workload import Workload
 from fastsam import fed
 from fastsam.fed.executors.cuda import Cuda
 from fastsam.fed.executors.rowprograms.row_steps import RowSteps
 from fastsam.fed.executors.vmap import Vmap
 from fastsam_kernels import native
 from tests.helpers import oracle
+from tests.helpers.attending import Reader, texts
 from tests.helpers.emulated_rows import classifier
 from tests.helpers.gpu_step import DEVICE
+
+Samples = tuple[Tensor, Tensor]
 
 
 def test_no_step_of_stacked_clients_waits_for_the_device(monkeypatch: MonkeyPatch) -> None:
@@ -55,3 +62,38 @@ def test_row_programs_agree_with_the_cpus(algorithm: fed.Algorithm, hidden_size:
         assert len(calls) > old_count
         weights.append(torch.cat([p.detach().flatten().cpu() for p in result.model.parameters()]))
     assert torch.allclose(*weights, rtol=1e-4, atol=1e-5)
+
+
+SIZES = {"equal": (12, 12, 12), "unequal": (12, 9, 6)}
+TOLERANCE = {None: 1e-3, "bf16": 0.05}  # relative errors of the change of the weights; convolutions are rounded to TF32
+
+
+def check_against_sequential(
+    make_model: Callable[[], nn.Module], clients: Sequence[Samples], precision: str | None, caplog: LogCaptureFixture
+) -> None:
+    """Compare the change of the weights. No pass may run through the model's Python code for want of a recording."""
+    start, changes = torch.cat([p.detach().flatten() for p in make_model().parameters()]), []
+    for executor in ("sequential", "vmap"):
+        result = fed.run(
+            make_model(), clients, fed.FedSAM(rho=0.05), rounds=5, batch_size=4, lr=0.05, participation=1.0, slots=3,
+            device=DEVICE, executor=executor, precision=precision,
+        )  # fmt: skip
+        changes.append(torch.cat([p.detach().flatten().cpu() for p in result.model.parameters()]) - start)
+    assert float((changes[1] - changes[0]).norm()) <= TOLERANCE[precision] * float(changes[0].norm())
+    assert "not replayed" not in caplog.text
+
+
+@pytest.mark.parametrize("sizes", SIZES)
+@pytest.mark.parametrize("precision", TOLERANCE)
+@pytest.mark.parametrize(("is_masked", "length"), [(False, 32), (True, 32), (True, 19)])
+def test_attention(is_masked: bool, length: int, precision: str | None, sizes: str, caplog: LogCaptureFixture) -> None:
+    """torch chooses its kernel by dtype and mask. The rows of a mask of 19 words are not aligned."""
+    check_against_sequential(lambda: Reader(is_masked), texts(SIZES[sizes], length), precision, caplog)
+
+
+@pytest.mark.parametrize("sizes", SIZES)
+def test_convolutions(sizes: str, caplog: LogCaptureFixture) -> None:
+    """cuDNN rounds the convolutions of one row in another way than grouped ones."""
+    load = Workload("cnn", clients=3, cohort=3)
+    clients = [(x[:n], y[:n]) for (x, y), n in zip(load.tensors(), SIZES[sizes], strict=True)]
+    check_against_sequential(load.make_model, clients, None, caplog)
