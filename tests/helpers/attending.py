@@ -25,15 +25,15 @@ class Reader(nn.Module):
         self.is_masked = is_masked
 
     def forward(self, x: Tensor) -> Tensor:
-        heads = self.inner(self.words(x)).unflatten(-1, (3, HEADS, WIDTH // HEADS)).permute(2, 0, 3, 1, 4)
+        query, key, value = self.inner(self.words(x)).unflatten(-1, (3, HEADS, WIDTH // HEADS)).permute(2, 0, 3, 1, 4)
         mask = (x > 0)[:, None, None, :] if self.is_masked else None
-        y: Tensor = F.scaled_dot_product_attention(*heads, attn_mask=mask)
+        y: Tensor = F.scaled_dot_product_attention(query, key, value, attn_mask=mask)
         output: Tensor = self.head(y.transpose(1, 2).flatten(2).mean(1))
         return output
 
 
 def texts(sizes: Sequence[int], length: int) -> list[tuple[Tensor, Tensor]]:
-    """Return clients with so many texts of at most `length` words, and their classes."""
+    """Return clients with these numbers of texts, each of at most `length` words, and the classes of the texts."""
     draw, clients = torch.Generator().manual_seed(0), []
     for n in sizes:
         ends = torch.randint(1, length + 1, (n, 1), generator=draw)

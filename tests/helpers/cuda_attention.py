@@ -1,7 +1,7 @@
-"""torch's attention on CUDA, emulated on the CPU: what its kernels return, and what they refuse.
+"""Emulation of torch's attention on CUDA, with its results and its refusals.
 
-The kernels `efficient` and `cudnn` return the logsumexp only if they are asked for it, and their backward passes need
-it. torch asks if the query, the key or the value says that it needs a gradient.
+The kernels `efficient` and `cudnn` return the logsumexp only if an argument says so, and their backward passes need it.
+torch sets the argument if the query, the key or the value says that it needs a gradient.
 """
 
 import math
@@ -26,7 +26,7 @@ class CudaAttention:
     """The emulated kernels.
 
     Attributes:
-        calls: number of calls by (kernel, number of samples); of backward passes by ("backward", number of samples).
+        calls: number of calls by (kernel, number of samples). Backward passes have the key ("backward", samples).
     """
 
     def __init__(self, kernel: str) -> None:

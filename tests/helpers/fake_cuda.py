@@ -24,9 +24,10 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
-from fastsam.fed.executors.cuda import Cuda
+from fastsam.fed.executors.cuda import Cuda, NumbersOnDevice
 
 SYNCS = ("aten::_local_scalar_dense", "aten::nonzero", "aten::is_nonzero", "aten::equal")
+COPY = "aten::lift_fresh"  # torch.tensor(...) copies from the host; the reference kernels do so too
 
 
 class FakeStream:
@@ -148,7 +149,7 @@ class FakeGraph:
 
     def replay(self) -> None:
         trace = list[Any]()
-        with self._captured_state():
+        with self._captured_state(), NumbersOnDevice():
             if FakeCuda.watch is None:
                 self.work()
             else:
@@ -258,7 +259,7 @@ class FakeCuda:
 
 class _NoWait(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func._schema.name in SYNCS:
+        if func._schema.name in (*SYNCS, COPY):
             raise RuntimeError("called a synchronizing CUDA operation")
         return func(*args, **(kwargs or {}))
 

@@ -13,6 +13,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from fastsam.fed.executors.base import ClientError
 from fastsam.fed.executors.task import Task
@@ -28,6 +29,19 @@ PASS_OFFSET = 2**20
 class CaptureError(RuntimeError):
     """Work could not be captured as a graph; the message and the cause say why. No graph can be captured in this
     process any more."""
+
+
+class NumbersOnDevice(TorchFunctionMode):
+    """Makes the tensors of `torch.tensor(number, device=...)` on the device. torch would copy the number from the host,
+    and no capture can hold such a copy."""
+
+    def __torch_function__(
+        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.tensor and len(args) == 1 and isinstance(args[0], (int, float)) and "device" in kwargs:
+            return torch.full((), args[0], **kwargs)
+        return func(*args, **kwargs)
 
 
 class Cuda:
@@ -105,7 +119,7 @@ class Cuda:
         """
         graph, reason = torch.cuda.CUDAGraph(), cast(BaseException | None, None)
         # `torch.cuda.graph` would wait for the device and empty its caches, for each of many captures.
-        with self.use(stream), _no_collection(), self._drawing_from(random_state):
+        with self.use(stream), _no_collection(), self._drawing_from(random_state), NumbersOnDevice():
             try:
                 if random_state is not None:
                     graph.register_generator_state(random_state)

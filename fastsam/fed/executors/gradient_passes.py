@@ -13,6 +13,7 @@ from torch.autograd import Variable
 from fastsam.arena import Layout
 from fastsam.fed.clients.batch_loss import BatchLoss
 from fastsam.fed.clients.population import Loss
+from fastsam.fed.executors import stacked_masks
 from fastsam.fed.update.model_copy import Replica
 
 Objective = Callable[[Tensor], Tensor]  # function of a model's outputs that returns a scalar tensor
@@ -71,6 +72,7 @@ class Passes:
         self._all_slots = tuple(range(len(replica.parameters)))
         self._one: Tensor | None = None  # the gradient of a loss, and its version
         self._one_version = 0
+        self._masks = stacked_masks.masks_of_passes(replica.module, replica.row.device)
 
     def run(self, x: Any, y: Any) -> tuple[Tensor, Gradients]:
         """Return the loss (detached) and its gradients at the replica's weights, on inputs and labels, or on a batch
@@ -94,7 +96,8 @@ class Passes:
     def loss_of(self, x: Any, y: Any) -> Tensor:
         """Return the loss at the replica's weights, for autograd. Raises ValueError unless it is a scalar."""
         module, of_batch = self.replica.module, self.of_batch
-        return check_scalar(self.loss(module(x), y) if of_batch is None else of_batch(module, x))
+        with self._masks:
+            return check_scalar(self.loss(module(x), y) if of_batch is None else of_batch(module, x))
 
     def run_objective(
         self, x: Any, y: Any, penalty: Objective | None = None, objective: Objective | None = None
@@ -102,7 +105,8 @@ class Passes:
         """Run a pass as `run`, with the gradient of another function of the outputs: of the loss plus a penalty, or of
         an objective in its place. Raises ValueError if samples come in batches that only the loss can read."""
         self.check_pairs()
-        outputs = self.replica.module(x)
+        with self._masks:
+            outputs = self.replica.module(x)
         loss = check_scalar(self.loss(outputs, y))
         if objective is not None:
             check_scalar(objective(outputs)).backward()

@@ -27,7 +27,7 @@ from fastsam.fed.executors.replay import BF16_LOSS, Replays, agree
 from fastsam.fed.executors.row_memory import RowMemory
 from fastsam.fed.executors.slow_calls import SilentCalls
 from fastsam.fed.executors.stacked_lookups import StackedLookups
-from fastsam.fed.executors.stacked_masks import advice, is_hugging_face, kept_masks
+from fastsam.fed.executors.stacked_masks import advice, kept_masks
 from fastsam.fed.executors.task import Setup
 from fastsam.fed.sums.ranks import ranks_per_device
 from fastsam.fed.update.model_copy import Replica
@@ -91,7 +91,7 @@ class StackedPasses:
         self._losses = vmap(self._loss, in_dims=(0, 0), randomness="error")
         self._batch_losses = vmap(self._batch_loss, in_dims=(0, 0), randomness="error")
         self.lookups, self.calls = StackedLookups(), calls or SilentCalls()
-        self.keeps_masks = is_hugging_face(replica.module)
+        self.masks = kept_masks(replica.module)
         product_of = partial(ops.product_of, backend=setup.backend)
         self.replays = Replays(self.gradients, replica.module, layout, rowprograms.maker(setup), product_of)
 
@@ -118,8 +118,8 @@ class StackedPasses:
         if rows == 1 and self.has_channels_last:
             weights, batch = _twice(leaves), tuple(_twice(batch))
         shapes = (*(t.shape for t in batch), self.module.training)
-        lookups, masks = self.lookups.of_shape(shapes), kept_masks(self.keeps_masks)
-        with mapping(), self.calls, lookups, masks, self._with_parameters():
+        lookups = self.lookups.of_shape(shapes)
+        with mapping(), self.calls, lookups, self.masks, self._with_parameters():
             losses = self._losses_of(weights, *fill_tree(self.template, batch))
         losses = losses if len(losses) == rows else losses[:rows]
         return losses.detach(), torch.autograd.grad(losses.sum(), leaves, allow_unused=True)

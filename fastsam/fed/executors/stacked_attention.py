@@ -2,7 +2,7 @@
 
 Attention has no weights, so a row of clients is no more than a longer batch. torch has no rule for its attention on the
 CPU, and calls it once for each row. torch's rules for CUDA lose the backward pass: a mapped tensor says that it needs
-no gradient, so torch does not ask for the logsumexp that the backward pass reads ("LSE is not correctly aligned"). The
+no gradient, so torch leaves out the logsumexp, which the backward pass reads ("LSE is not correctly aligned"). The
 flash attention of CUDA always returns it, and keeps torch's rule.
 """
 
@@ -60,7 +60,7 @@ def _attention_on_cpu(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout_p: float, causal: bool, scale: float | None
 ) -> tuple[Tensor, Tensor]:
     attention = getattr(torch.ops.aten, _ON_CPU).default
-    return attention(query, key, value, dropout_p, causal, attn_mask=mask, scale=scale)  # type: ignore[no-any-return]
+    return attention(query, key, value, dropout_p, causal, attn_mask=mask, scale=scale)
 
 
 def _rule_on_cuda(
@@ -100,7 +100,7 @@ def _attention_on_cuda(
         for i in range(0, len(query), MAX_BATCH)
     ]
     if len(calls) == 1:
-        return calls[0]  # type: ignore[no-any-return]
+        return calls[0]
     return (*(torch.cat([results[i] for results in calls]) for i in range(2)), *calls[0][2:])
 
 

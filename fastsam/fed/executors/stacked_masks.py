@@ -1,13 +1,14 @@
-"""Attention masks of Hugging Face's models under `torch.vmap`.
+"""Attention masks of Hugging Face's models, which Python reads.
 
-Such a model leaves out a mask without padding. It reads `mask.all()` in Python, and no vmap can map what Python reads.
-While torch compiles a model, the model does not read. The mask then stays, with the same values to rounding.
+Such a model leaves out a mask without padding. It reads `mask.all()` in Python. No vmap can map what Python reads, no
+capture can hold it, and on a GPU the host waits for it. While torch compiles a model, the model does not read. The mask
+then stays, with the same values to rounding. So it stays under vmap, and in all passes on a GPU, because captured
+passes must have the bits of the others.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import nn
@@ -26,15 +27,25 @@ def is_hugging_face(module: nn.Module) -> bool:
     return any(cls.__module__.startswith(_LIBRARY) for cls in classes)
 
 
-@contextmanager
-def kept_masks(is_kept: bool) -> Iterator[None]:
-    """Let `torch.compiler.is_compiling()` return True inside if `is_kept` is True."""
-    old = torch.compiler._is_compiling_flag
-    torch.compiler._is_compiling_flag = old or is_kept
-    try:
-        yield
-    finally:
-        torch.compiler._is_compiling_flag = old
+class KeptMasks:
+    """A context, to be entered any number of times, in which `torch.compiler.is_compiling()` returns True."""
+
+    def __enter__(self) -> None:
+        self.old = torch.compiler._is_compiling_flag
+        torch.compiler._is_compiling_flag = True
+
+    def __exit__(self, *error: object) -> None:
+        torch.compiler._is_compiling_flag = self.old
+
+
+def kept_masks(module: nn.Module) -> AbstractContextManager[None]:
+    """Return a context for passes of the model: `KeptMasks` for Hugging Face's, else a null context."""
+    return KeptMasks() if is_hugging_face(module) else nullcontext()
+
+
+def masks_of_passes(module: nn.Module, device: torch.device) -> AbstractContextManager[None]:
+    """Return a context for passes of one client on a device. On a CPU a mask may be read."""
+    return kept_masks(module) if device.type == "cuda" else nullcontext()
 
 
 def advice(error: Exception) -> str:
