@@ -71,6 +71,8 @@ def main() -> None:
     from fastsam import fed
     from fastsam_kernels import native
 
+    if (reason := native.why_not("cuda")) is not None:  # the library is loaded here
+        raise RuntimeError(f"the compiled kernels for CUDA cannot be profiled: {reason}")
     for name in SIZES:
         for op in NAMES:
             operator = Operator(KernelCase(OPS[op], KERNEL_SIZES[name], "scattered"), torch.device("cuda"), 0)

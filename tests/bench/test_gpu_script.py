@@ -12,6 +12,8 @@ from bench import __main__ as command
 from bench import gpu, ncu
 from bench import record as records
 from bench.fed import decide
+from fastsam_kernels import native
+from tests.gpu import sanitized
 from tests.helpers.places import ROOT
 
 
@@ -132,3 +134,15 @@ def test_a_failing_ncu_is_an_error(tmp_path: Path, monkeypatch: MonkeyPatch) -> 
     monkeypatch.setattr(ncu.shutil, "which", lambda name: "/bin/false")
     with pytest.raises(RuntimeError, match="ended with code 1"):
         ncu.measure()
+
+
+@pytest.mark.skipif(native.why_not("cuda") is None, reason="the library for CUDA is there")
+def test_without_the_library_nothing_is_profiled() -> None:
+    """The operators exist only once the library is loaded."""
+    with pytest.raises(RuntimeError, match=r"kernels for CUDA cannot be profiled: \w+"):
+        ncu.main()
+
+
+def test_the_row_programs_under_the_sanitizers_run(monkeypatch: MonkeyPatch) -> None:
+    monkeypatch.setattr(sanitized, "DEVICE", "cpu")
+    sanitized.row_programs()

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fastsam.fed.clients.samples import Tensors
-from fastsam.fed.executors import epoch_graphs, stacked
+from fastsam.fed.executors import epoch_graphs, rowprograms, stacked
 from fastsam.fed.executors.base import ClientError, ClientOutcome, Executor, excludes
 from fastsam.fed.executors.batch_gatherer import SampleOrders, gather_keys
 from fastsam.fed.executors.client_block import (
@@ -67,7 +67,7 @@ class Vmap(Executor):
             raise ValueError(f"executor 'vmap' cannot serve here: {reason}. Use executor='auto' or 'sequential'")
         self.setup, self.layout = setup, setup.layout
         self.slots = setup.options.slots or stacked.slots_of(setup)
-        self.numbers = f"vmap, {self.slots} slots"
+        self.numbers = f"vmap, {self.slots} slots" + rowprograms.numbers(setup)
         with name_slots(self.slots):
             self.rows = StackedRows(setup, self.slots)
         self.replica = Replica(setup.model, setup.layout, self.rows.memory.field("z")[0])

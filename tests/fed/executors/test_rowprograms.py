@@ -1,9 +1,11 @@
 """Row programs in executors: passes against autograd, whole local epochs bit for bit against step by step."""
 
+import importlib
 import os
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -76,6 +78,20 @@ def test_what_has_no_form_is_replayed_operation_by_operation(activation: type) -
     passes, form = make_passes(model_of().double(), F.cross_entropy, 3)
     same(passes, form, x.double(), y)
     assert not passes.replays.has_row_pass(x.double(), y), "row programs are float32"
+
+
+@pytest.mark.parametrize(("width", "fits"), [(32, True), (128, True), (200, False), (1024, False)])
+def test_on_a_gpu_a_row_fits_the_memory_of_its_block(width: int, fits: bool, monkeypatch: MonkeyPatch) -> None:
+    """A row of an MLP 64-width-10 and a batch of 16, with 227 KB of shared memory in a block."""
+    module, make = importlib.import_module("fastsam.fed.executors.rowprograms.row_pass"), ops.row_program
+    monkeypatch.setattr(module, "shared_memory", lambda device: 227 * 2**10)
+    monkeypatch.setattr(ops, "row_program", lambda *operands: make(*operands[:-1]))  # on the CPU
+    passes, form = make_passes(model_of(nn.ReLU, 64, width, 10), F.cross_entropy, 2)
+    passes.replays.make_row_pass = partial(module.row_pass, passes.layout, torch.device("cuda"))
+    x, y = torch.randn(2, 16, 64), torch.randint(10, (2, 16))
+    for _ in range(3):
+        same(passes, form, x, y)
+    assert passes.replays.has_row_pass(x, y) is fits
 
 
 def test_labels_that_are_no_class() -> None:

@@ -14,7 +14,7 @@ from torch.fx import Graph
 
 from fastsam import ops
 from fastsam.fed.executors.base import Setup
-from fastsam.fed.executors.rowprograms.row_pass import RowPass, row_pass
+from fastsam.fed.executors.rowprograms.row_pass import RowPass, row_pass, shared_memory
 
 aten = torch.ops.aten
 
@@ -33,3 +33,11 @@ def maker(setup: Setup) -> Callable[[Graph, Sequence[int]], RowPass | None] | No
     if not ops.has_row_programs(setup.device, setup.dtype, backend=setup.backend):
         return None
     return partial(row_pass, setup.layout, setup.device)
+
+
+def numbers(setup: Setup) -> str:
+    """Return the condition that row programs add to the bits of a run. On CUDA the memory of a block decides which
+    models have them."""
+    if setup.device.type != "cuda" or maker(setup) is None:
+        return ""
+    return f", rows of {shared_memory(setup.device)} bytes"

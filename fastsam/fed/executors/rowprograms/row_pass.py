@@ -12,6 +12,7 @@ from fastsam import ops
 from fastsam.arena import Layout
 from fastsam.fed.executors.rowprograms.writer import Writer
 from fastsam_kernels.rowprograms.instructions import SHARED, NoFormError
+from fastsam_kernels.rowprograms.program import block_memory
 
 
 class RowPass:
@@ -41,12 +42,23 @@ class RowPass:
 def row_pass(layout: Layout, device: torch.device, graph: Graph, slots: Sequence[int]) -> RowPass | None:
     """Return the row program of a graph whose outputs are losses and the gradients of the parameters `slots`, or None.
 
-    The graph was evaluated on `ROWS` rows (see `graph_passes`). It has no row program if an operation has no form.
+    The graph was evaluated on `ROWS` rows (see `graph_passes`). It has no row program if an operation has no form. On
+    CUDA it has none if a row does not fit the shared memory of a block. In other memory a block takes longer for its
+    row than batched products take for all rows: 4.85 ms a round of an MLP 64-1024-10 on an H200.
     """
     try:
         writer = Writer(graph, [layout.segments[i] for i in slots], layout.row_size)
         places, width = writer.places, layout.row_size + SHARED
+        memory = block_memory(writer.instructions, places.inputs, places.scratch, width)
+        if device.type == "cuda" and memory > shared_memory(device):
+            return None
         program = ops.row_program(writer.instructions, places.inputs, places.scratch, width, device)
     except NoFormError:
         return None
     return RowPass(program, places.constants, layout, slots)
+
+
+def shared_memory(device: torch.device) -> int:
+    """Return the largest number of bytes of shared memory of a block of a GPU."""
+    properties = torch.cuda.get_device_properties(device)
+    return int(properties.shared_memory_per_block_optin)  # type: ignore[attr-defined]
