@@ -208,7 +208,7 @@ bench-evidence: $(READY) $(MNIST) ## SGD, SAM and variants on scanned digits, fo
 PEERS ?= .peers
 QUIET := -q --disable-pip-version-check
 FROM_INDEX = $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
-PEER_NAMES := flower pfl fedlab fedjax blazefl
+PEER_NAMES := flower pfl fedlab fedjax blazefl jax
 PYTHON_blazefl ?= python3.13
 
 $(PEERS)/%/.ready: bench/fed/requirements/%.txt

@@ -24,7 +24,7 @@ def digits(number: int, scale: float = 1.0) -> Show:
 
 
 TWO_DIGITS = digits(2)
-PEERS = {"fedjax": "FedJAX", "fedlab": "FedLab", "blazefl": "BlazeFL", "flower": "Flower"}
+PEERS = {"fedjax": "FedJAX", "fedlab": "FedLab", "blazefl": "BlazeFL", "flower": "Flower", "jax": "JAX by hand"}
 
 
 def shown(title: str) -> str:

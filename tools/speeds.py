@@ -29,20 +29,17 @@ GPU_STEP_NAMES = {
     "copied": "the copied SAM class",
 }
 GPU_SIZES = ("resnet18", "50k", "30m")
-ROUND_NAMES = {name: shown(name) for name in ("fedjax", "fedlab", "pfl", "blazefl", "flower")} | {"bare loop": LOOP}
+ROUND_NAMES = {name: shown(name) for name in ("jax", "fedjax", "fedlab", "pfl", "blazefl", "flower")} | {
+    "bare loop": LOOP
+}
 ONE_CORE = ", one core"  # end of the name of a contender that has one core in the race of two
 UNEQUAL, DIGITS, EQUAL = SIZES
 EXECUTORS = {1: ("sequential", "vmap"), 2: ("auto",)}  # by number of cores; the fastest is shown
+VARIED = ("jax, float32 products",)  # in the table only
 GPU_ROUNDS = {  # title of a case: problem, and the place of its rows on the case's axis
     "MLP, fedavg, by clients": ("MLP, 100 equal clients", 100),
     "CNN, fedavg, by clients": ("CNN, 100 equal clients", 100),
     "ResNet-18-GN, one local epoch of five": ("ResNet-18, 10 clients", "fedavg"),
-}
-# Rows of decide-cuda.json, of the same machine, that are newer: cases, and the row of a problem.
-GPU_LANES = ("M2: CNN under `graph`", "M6: ResNet-18-GN, a local epoch")
-GPU_GRAPHS = {
-    "CNN, fedavg, by clients": "graph, 16 slots",
-    "ResNet-18-GN, one local epoch of five": "10 slots",
 }
 
 Bars = dict[str, dict[str, float]]  # {problem: {contender: value}}
@@ -125,15 +122,13 @@ def gpu_step_bars(clock: str) -> Bars:
 def gpu_round_bars() -> Bars:
     """Return the rounds per second of FedAvg on a GPU by model and executor, relative to a plain PyTorch loop."""
     cases, bars = {case["title"]: case for case in _cases("federated-cuda")}, {}
-    lanes = {row["name"]: row for case in _cases("decide-cuda") for row in case["rows"] if case["title"] in GPU_LANES}
     for title, (problem, place) in GPU_ROUNDS.items():
         rows = [row for row in cases[title]["rows"] if row["at"] == place and "seconds" in row]
         seconds = {row["executor"]: row["seconds"] for row in rows}
         loop = seconds.pop("bare loop")
-        if title in GPU_GRAPHS:
-            seconds["graph"] = lanes[GPU_GRAPHS[title]]["seconds"]
         fastest_first = sorted(seconds, key=lambda name: seconds[name])
-        bars[problem] = {f"{COMPILED}, {name}": loop / seconds[name] for name in fastest_first} | {LOOP: 1.0}
+        names = {name: ROUND_NAMES.get(name, f"{COMPILED}, {name}") for name in fastest_first if name not in VARIED}
+        bars[problem] = {title: loop / seconds[name] for name, title in names.items()} | {LOOP: 1.0}
     return bars
 
 

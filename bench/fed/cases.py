@@ -18,6 +18,7 @@ import numpy as np
 
 from bench.case import Case, Options
 from bench.fed import cores, on_gpu, overhead, share
+from bench.fed.peers import WITH_SAM
 from bench.fed.race import Entry, race
 from bench.fed.worker import APART
 from bench.fed.workload import DIGITS, Workload
@@ -76,7 +77,7 @@ def speed(options: Options) -> Iterator[Case]:
     for num_cores, make_entries in ((1, entries_of_one_core), (2, entries_of_two_cores))[:BOTH]:
         for sizes, model, algorithm in RACES[num_cores]:
             load = Workload(model, algorithm, sizes=sizes)
-            peers = options.peers if algorithm == "fedavg" else {}  # the others have no SAM
+            peers = {name: p for name, p in options.peers.items() if algorithm == "fedavg" or name in WITH_SAM}
             rounds = max(1, ROUNDS[model] // (10 if options.quick else 1))
             turns = (options.number(CHUNKS, 3), rounds)
             title = f"{model.upper()}, {SIZES[sizes]}, {algorithm}"

@@ -6,6 +6,7 @@ row. The process prints each result as it is measured, and names the results tha
 steady rounds (bench/fed/steady.py).
 """
 
+import importlib.util
 import json
 import sys
 import tempfile
@@ -35,6 +36,8 @@ STREAMS = 31  # torch deals out 32 in turn, and more slots would share streams
 WITHOUT_ROW_PROGRAMS = "vmap, without row programs"
 STATE_WIDTHS = (32, 4096, 32768)  # width of an MLP: 2 thousand, 300 thousand and 2 million parameters
 CONNECTIONS = {"CUDA_DEVICE_MAX_CONNECTIONS": "32"}  # a queue of the device for each stream
+JAX = "jax"
+MEMORY = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}  # JAX would take most of the device's memory, and torch has some
 TO_START = 10.0  # s that a process takes to import torch and to prepare the device
 SHARE = 3  # a measurement may take so many times the average share of its job's time
 TRACED_ROUNDS = 3  # rounds under the profiler
@@ -47,7 +50,7 @@ Loop = Callable[[Tick], Any]  # trains, and calls its argument after every round
 def run(name: str, device: str, seconds: float) -> Iterator[dict[str, Any]]:
     """Run one job in a process and yield the cases of its results; last how it ended, if it failed."""
     limit = max(seconds - TO_START, 1.0)
-    process = Process([sys.executable, "-m", "bench.fed.on_gpu", name, device, str(limit)], CONNECTIONS)
+    process = Process([sys.executable, "-m", "bench.fed.on_gpu", name, device, str(limit)], CONNECTIONS | MEMORY)
     end, problem = time.monotonic() + limit + 2 * TO_START, ""
     try:
         while case := process.answer(max(end - time.monotonic(), 1.0)):
@@ -61,13 +64,14 @@ def run(name: str, device: str, seconds: float) -> Iterator[dict[str, Any]]:
 
 
 def by_clients(device: str, model: str, executor: str) -> Iterator[Item]:
-    """Yield a round of n clients by one executor, or by the bare loop with deterministic settings."""
+    """Yield a round of n clients by one executor, by the bare loop with deterministic settings, or by JAX."""
     if executor == WITHOUT_ROW_PROGRAMS:
         rowprograms.maker = lambda setup: None  # type: ignore[assignment]
     for n, algorithm in product(CLIENTS, ("fedavg", "fedsam")):
         load = Workload(model, algorithm, clients=n, cohort=n, device=device)
-        train = partial(train_load, load, **executor_options(executor.split(",")[0], n))
-        train = partial(_train_bare, load) if executor == "bare loop" else train
+        train: Loop = partial(train_load, load, **executor_options(executor.split(",")[0], n))
+        if executor in OTHERS:
+            train = partial(OTHERS[executor], load)
         yield "gpu", f"{model.upper()}, {algorithm}, by clients", executor, n, partial(time_rounds, device, train)
 
 
@@ -119,7 +123,8 @@ def busy(device: str, executor: str) -> Iterator[Item]:
 def jobs(device: str) -> dict[str, Callable[[], Iterator[Item]]]:
     """Return what each process measures."""
     executors = ("sequential", "streams", "graph", "vmap") if device == "cuda" else ("sequential", "threads", "vmap")
-    pairs = list(product(("cnn", "mlp"), ("bare loop", *executors, "auto")))
+    others = [name for name in OTHERS if name != JAX or importlib.util.find_spec("jax")]
+    pairs = list(product(("cnn", "mlp"), (*others, *executors, "auto")))
     pairs += product(("mlp:200", "mlp:1024"), ("vmap", WITHOUT_ROW_PROGRAMS))
     table: dict[str, Callable[[], Iterator[Item]]] = {f"{m} {e}": partial(by_clients, device, m, e) for m, e in pairs}
     table |= {f"table 8 {e}": partial(table8, device, e) for e in ("bare loop", *executors)}
@@ -134,7 +139,7 @@ def measure(items: Iterator[Item], end: float) -> Iterator[dict[str, Any]]:
         row: Figures = {
             "name": f"{executor}, {value}",
             "title": executor,
-            "ours": True,
+            "ours": executor not in OTHERS,
             "executor": executor,
             "at": value,
         }
@@ -186,6 +191,15 @@ def train_load(load: Workload, tick: Tick, **options: Any) -> Any:
 def _train_bare(load: Workload, tick: Tick) -> None:
     with repeatable(torch.device(load.device)):
         bare.train(load, MAX_ROUNDS, tick, "tensors")
+
+
+def _train_jax(load: Workload, tick: Tick) -> None:
+    from bench.fed import jax_round
+
+    jax_round.train(load, MAX_ROUNDS, tick, "")
+
+
+OTHERS: dict[str, Callable[[Workload, Tick], None]] = {"bare loop": _train_bare, JAX: _train_jax}
 
 
 def _train_bare_epochs(model: nn.Module, data: Sequence[Any], tick: Tick) -> None:

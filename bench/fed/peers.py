@@ -239,6 +239,14 @@ def blazefl(workload: Workload, rounds: int, tick: Tick) -> nn.Module:
     return server.model
 
 
+def jax(workload: Workload, rounds: int, tick: Tick) -> nn.Module:
+    """Train with a round that is written by hand as one program of XLA."""
+    from bench.fed import jax_round
+
+    return jax_round.train(workload, rounds, tick, "")
+
+
 PEERS: dict[str, Callable[[Workload, int, Tick], nn.Module]] = {
-    "flower": flower, "pfl": pfl, "fedlab": fedlab, "fedjax": fedjax, "blazefl": blazefl
+    "flower": flower, "pfl": pfl, "fedlab": fedlab, "fedjax": fedjax, "blazefl": blazefl, "jax": jax
 }  # fmt: skip
+WITH_SAM = ("jax",)

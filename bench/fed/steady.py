@@ -155,7 +155,7 @@ def figures_of(times: Sequence[float], rounds: int, num_rounds: int, last_prepar
         prepared = f", the last one that captured or recorded is {last_preparation}" if last_preparation else ""
         return {"rounds": num_rounds, "absent": f"no time left: no steady round among {num_rounds}{prepared}"}
     result: Figures = {"rounds": num_rounds, "seconds": median(times), "times": list(times)}
-    note = {"note": f"{len(times)} of {rounds} rounds, no time left"} if len(times) < rounds else {}
+    note = {"note": f"{len(times)} of {rounds} rounds"} if len(times) < rounds else {}
     return result | note
 
 

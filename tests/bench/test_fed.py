@@ -195,13 +195,13 @@ def test_a_row_that_used_more_than_it_was_given_is_refused(pretender: str, monke
 
 @pytest.mark.of_each_kind
 def test_contenders_have_the_cores_of_their_race() -> None:
-    pythons = dict.fromkeys(("flower", "pfl", "fedlab", "fedjax", "blazefl"), sys.executable)
+    pythons = dict.fromkeys(("flower", "pfl", "fedlab", "fedjax", "blazefl", "jax"), sys.executable)
     for model in ("mlp", "cnn"):
         one, two = (make(Workload(model), pythons) for make in (cases.entries_of_one_core, cases.entries_of_two_cores))
         assert {(e.cores, e.threads) for e in one} == {(1, 1)} and {*pythons} < {e.label for e in one}
         assert {e.cores for e in two if e.label.endswith(cases.ONE_CORE)} == {1}
         assert {(e.cores, e.threads) for e in two if not e.label.endswith(cases.ONE_CORE)} == {(2, 2)}
-        labels = {f"{name}{cases.ONE_CORE}" for name in ("bare loop", "pfl", "fedlab", "fedjax")}
+        labels = {f"{name}{cases.ONE_CORE}" for name in ("bare loop", "pfl", "fedlab", "fedjax", "jax")}
         assert labels == {e.label for e in two if e.cores == 1}
 
 

@@ -58,11 +58,6 @@ def test_each_number_of_the_paragraph_is_in_a_file() -> None:
         1e3 * row["seconds"] for case in rounds["cases"] for row in case["rows"]
         if case["title"].endswith("fedavg, by clients") and row["at"] == 100 and "seconds" in row
     ]  # fmt: skip
-    lanes = records.read(records.RESULTS / "decide-cuda.json")
-    values += [
-        1e3 * row["seconds"] for case in lanes["cases"] for row in case["rows"]
-        if case["title"].startswith("M2") and row["name"] == "graph, 16 slots"
-    ]  # fmt: skip
     numbers = speeds(place)
     assert len(numbers) == 8
     for number in numbers:
@@ -71,7 +66,7 @@ def test_each_number_of_the_paragraph_is_in_a_file() -> None:
 
 
 def test_other_results_give_another_paragraph(tmp_path: Path) -> None:
-    for name in ("kernels-cuda", "federated-cuda", "decide-cuda"):
+    for name in ("kernels-cuda", "federated-cuda"):
         text = (records.RESULTS / f"{name}.json").read_text()
         (tmp_path / f"{name}.json").write_text(text.replace("NVIDIA H200", "NVIDIA X"))
     text, old_text = readme.text(tmp_path), readme.text(records.RESULTS)

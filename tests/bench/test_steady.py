@@ -47,7 +47,7 @@ def test_the_ten_begin_after_the_last_round_that_prepares(prepares: tuple[int, .
 
 def test_a_row_says_so_if_time_is_over() -> None:
     figures = rounds_of([1.0] * 40, limit=7.5).figures()
-    assert figures["times"] == [1.0] * 3 and figures["note"] == "3 of 10 rounds, no time left"
+    assert figures["times"] == [1.0] * 3 and figures["note"] == "3 of 10 rounds"
     figures = rounds_of([1.0] * 40, range(1, 40), limit=7.5).figures()
     words = "no time left: no steady round among 8, the last one that captured or recorded is 8"
     assert figures["absent"] == words and "seconds" not in figures
@@ -192,7 +192,7 @@ def test_jobs_cover_executors_and_models(monkeypatch: pytest.MonkeyPatch) -> Non
         return {"seconds": 1.0}
 
     monkeypatch.setattr(on_gpu, "train_load", train)
-    monkeypatch.setattr(on_gpu, "_train_bare", lambda load, tick: None)
+    monkeypatch.setitem(on_gpu.OTHERS, "bare loop", lambda load, tick: None)
     monkeypatch.setattr(on_gpu, "time_rounds", time_rounds)
     monkeypatch.setattr(on_gpu.rowprograms, "maker", maker := on_gpu.rowprograms.maker)  # put back afterwards
     jobs = on_gpu.jobs("cuda")
