@@ -41,13 +41,29 @@ _MAX_NUMEL_ROWWISE = 2**20
 _FROZEN = 8
 
 
+# Executors that a plain PyTorch loop equals on a GPU: M2 and M6 (H200). Remedies by a part of the reason.
+_ONE_BY_ONE = ("streams", "sequential")
+_REMEDIES = {
+    "in a loop of its own": "Algorithms without `train_client` are stacked or captured",
+    "hooks": "Remove the hooks of the model",
+    "values on the host": "Keep values on the device: no .item(), no `if` on a tensor. With a model of Hugging Face, "
+    "pass the attention mask as numbers (0 and -inf), or take another attn_implementation ('sdpa', 'eager')",
+    "on the CPU": "Draw random numbers on the device of the inputs (device=x.device)",
+    "Python's state": "Keep state in buffers, not in attributes of the model",
+    "torch.vmap cannot map": "With a model of Hugging Face, take another attn_implementation ('sdpa', 'eager') or "
+    "another precision",
+    "does not serve the options": "Leave out these options",
+}
+
+
 @dataclass(frozen=True)
 class Choice:
-    """An executor, the name that it was chosen by, and why it is this one."""
+    """An executor, the name that it was chosen by, why it is this one, and a warning if it is slow ("" if not)."""
 
     executor: Executor
     name: str
     reason: str
+    warning: str = ""
 
     def record(self) -> dict[str, Any]:
         """Return the choice for the run directory."""
@@ -58,12 +74,24 @@ class Choice:
 def choose(name: str, setup: Setup) -> Choice:
     """Return the executor `name`, or the rule's for "auto". Raises ValueError, with the reason, if the named one cannot
     serve."""
-    reason = "it was asked for"
+    reason, warning = "it was asked for", ""
     if name == AUTO:
         name, reason = rule(setup)
+        warning = warning_of(setup, name, reason)
     executor = registry[name](setup)
     log.info("executor %r, %d slots: %s", name, executor.slots, reason)
-    return Choice(executor, name, reason)
+    return Choice(executor, name, reason, warning)
+
+
+def warning_of(setup: Setup, name: str, reason: str) -> str:
+    """Return the warning about an executor that "auto" takes on a GPU for want of a faster one, or ""."""
+    if setup.device.type != "cuda" or name not in _ONE_BY_ONE:
+        return ""
+    remedies = [remedy for part, remedy in _REMEDIES.items() if part in reason]
+    return (
+        f"executor 'auto' takes {name!r} on a GPU, where a round takes as long as in a plain PyTorch loop: {reason}. "
+        f"{'. '.join(remedies) or 'See docs/executors.md for what can be stacked or captured'}"
+    )
 
 
 def rule(setup: Setup) -> tuple[str, str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import replace
 from typing import Any, cast
 
@@ -33,6 +34,8 @@ from fastsam.fed.stages.order import chain
 from fastsam.fed.sums.ranks import Ranks
 from fastsam.fed.update.model_copy import Replica, trainable
 from fastsam.fed.update.parameter_layout import ParameterLayout
+
+log = logging.getLogger("fastsam.fed")
 
 
 def assemble(
@@ -89,6 +92,8 @@ def assemble(
     check(replace(facts, update=update, has_phases=has_phases))
     check_smallest(model, population, loss, batch_size, settings.drop_last)
     choice = executors.choose(settings.executor, setup)
+    if choice.warning and ranks.first:
+        log.warning(choice.warning)
     vectors = client_state.vectors(algorithm, server) + (settings.compression is not None)
     vectors += setup.optimizer_vectors if settings.optimizer_state == "keep" else 0
     nbytes = clients * vectors * view.row.nbytes

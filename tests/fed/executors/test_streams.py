@@ -224,15 +224,43 @@ def test_auto_takes_graphs_on_a_gpu_unless_a_capture_would_fail_or_freeze(
     assert result == name and re.search(because, reason), reason
 
 
-def rule_of(monkeypatch: MonkeyPatch, options: Any = None, **changes: object) -> tuple[str, str]:
-    """Return the executor that "auto" selects for unstacked clients on a GPU, and the reason."""
-    monkeypatch.setattr(auto, "_not_stacked", lambda setup: "not in this test")
+def setup_on_a_gpu(options: Any = None, **changes: object) -> Any:
     setup = oracle_tasks()[2]
     population, options = (
         replace(setup.population, device=torch.device("cuda")),
         replace(setup.options, **(options or {})),
     )
-    return auto.rule(replace(setup, population=population, options=options, **changes))
+    return replace(setup, population=population, options=options, **changes)
+
+
+def rule_of(monkeypatch: MonkeyPatch, options: Any = None, **changes: object) -> tuple[str, str]:
+    """Return the executor that "auto" selects for unstacked clients on a GPU, and the reason."""
+    monkeypatch.setattr(auto, "_not_stacked", lambda setup: "not in this test")
+    return auto.rule(setup_on_a_gpu(options, **changes))
+
+
+@pytest.mark.parametrize(
+    ("name", "reason", "words"),
+    [
+        ("streams", "and steps are not captured: the model has hooks, which", "which. Remove the hooks of the model"),
+        ("streams", "not captured: the model looks at values on the host in a.py", "attn_implementation ('sdpa'"),
+        ("streams", "torch.vmap cannot map the model or the loss over clients", "another precision"),
+        ("sequential", "something else", "See docs/executors.md"),
+        ("graph", "captured steps, because the model has hooks", ""),
+        ("vmap", "stacked clients", ""),
+    ],
+)
+def test_auto_warns_if_clients_train_one_by_one_on_a_gpu(name: str, reason: str, words: str) -> None:
+    warning = auto.warning_of(setup_on_a_gpu(), name, reason)
+    assert (words in warning) if words else (warning == "")
+    assert not words or f"takes {name!r} on a GPU, where a round takes as long as in a plain PyTorch loop" in warning
+    assert auto.warning_of(oracle_tasks()[2], name, reason) == ""  # on a CPU
+
+
+def test_the_warning_comes_once_in_a_run(monkeypatch: MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr(auto, "warning_of", lambda setup, name, reason: "one by one")
+    train(fed.FedAvg(), executor="auto", rounds=2)
+    assert [record.getMessage() for record in caplog.records].count("one by one") == 1
 
 
 @pytest.mark.usefixtures("no_cuda")
