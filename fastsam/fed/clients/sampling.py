@@ -21,6 +21,7 @@ from fastsam.fed.common.checks import integer, number
 Sampler = Callable[[int, torch.Generator], Iterable[Any]]
 Available = Callable[[int], Any]  # from a round (from 0) to client ids, or a mask of all clients
 NAMES = ("bernoulli", "fixed", "shuffled", "simulator")
+DEFAULT = "fixed"  # as in the papers: a round has a fixed number of clients
 
 _MAX_REDRAWS, _SIMULATOR_SEED = 100, 20
 
@@ -146,7 +147,7 @@ def check_available(available: Any, sampler: str | Sampler | None) -> None:
             f"available must be a function of the round that returns client ids or a mask (in a config its import "
             f"path), got {available!r}"
         )
-    if sampler not in ("bernoulli", "fixed"):
+    if sampler not in (None, "bernoulli", "fixed"):
         raise ValueError(
             f"available restricts sampler='bernoulli' or 'fixed'; sampler={sampler!r} chooses clients by itself, "
             f"use one of them"
