@@ -153,8 +153,9 @@ def train(
     prepare, algorithm, options = METHODS[method]
     model = prepare(adapted(pretrained(x, y, steps)))
     return fed.run(
-        model, [rotated(client) for client in data], algorithm(rho), rounds=rounds, participation=0.5, sampler="bernoulli",
-        optimizer=optimizer, lr=RATES[optimizer], test=rotated(data.test), executor=executor, **options,
+        model, [rotated(client) for client in data], algorithm(rho), rounds=rounds, participation=0.5,
+        sampler="bernoulli", optimizer=optimizer, lr=RATES[optimizer], test=rotated(data.test), executor=executor,
+        **options,
     )  # fmt: skip
 
 
