@@ -30,11 +30,11 @@ def make(sampler: str | Sampler | None, clients: int, participation: float, redr
     """Return the sampler of that name over `clients` clients, or the callable with a check of the ids that it returns.
 
     "bernoulli": each client takes part with probability `participation`, independently. If no client does, it is drawn
-    again (Qu et al. 2022), unless `redraws` is False. "fixed": exactly `participation * clients` clients (rounded, at
-    least one), without replacement. "shuffled": all clients in a random order, a cohort each round, the rest in the
-    last one; then a new order. "simulator": the sampler of FL-Simulator and of FedLESAM's code, to repeat their
-    cohorts. It uses numpy's old generator with the seed `20 + round`, and the next seed while no client takes part. The
-    run's seed has no effect.
+    again (Qu et al. 2022), unless `redraws` is False. "fixed", a run's default: exactly `participation * clients`
+    clients (rounded, at least one), without replacement. "shuffled": all clients in a random order, a cohort each
+    round, the rest in the last one; then a new order. "simulator": the sampler of FL-Simulator and of FedLESAM's code,
+    to repeat their cohorts. It uses numpy's old generator with the seed `20 + round`, and the next seed while no client
+    takes part. The run's seed has no effect.
 
     Raises:
         ValueError: the name is unknown, or the participation is not in (0, 1].
