@@ -54,8 +54,7 @@ class StepPhaseMixin:
 
         False in a step in which the variant does not perturb (`start`, `interval`, `LookSAM`). Its first pass and
         `first_step()` may be left out. If they are made, the weights stay, and the step is the same with the second
-        pass's gradients.
-        Always False with a variant of one pass (`MSAM`), where `first_step()` is an error.
+        pass's gradients. Always False with a variant of one pass (`MSAM`), where `first_step()` is an error.
         """
         return self._engine.perturbs
 
