@@ -154,7 +154,8 @@ def train(
     model = prepare(adapted(pretrained(x, y, steps)))
     return fed.run(
         model, [rotated(client) for client in data], algorithm(rho), rounds=rounds, participation=0.5,
-        optimizer=optimizer, lr=RATES[optimizer], test=rotated(data.test), executor=executor, **options,
+        sampler="bernoulli", optimizer=optimizer, lr=RATES[optimizer], test=rotated(data.test), executor=executor,
+        **options,
     )  # fmt: skip
 
 

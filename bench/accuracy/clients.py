@@ -89,7 +89,8 @@ def run(name: str, algorithm_name: str, lr: float, value: float, seed: int, roun
         )  # a dense model, whose clients are trained together
     pair = ALGORITHMS[algorithm_name]
     result = fed.run(
-        model, data, pair.make(value), rounds=rounds, participation=COHORT, local_epochs=EPOCHS, batch_size=BATCH,
-        lr=lr, weight_decay=0.0 if pair.has_sam else value, seed=seed, executor="vmap", progress=False,
+        model, data, pair.make(value), rounds=rounds, participation=COHORT, sampler="bernoulli", local_epochs=EPOCHS,
+        batch_size=BATCH, lr=lr, weight_decay=0.0 if pair.has_sam else value, seed=seed, executor="vmap",
+        progress=False,
     )  # fmt: skip
     return statistics.fmean(record["test_accuracy"] for record in result.history[-LAST:])

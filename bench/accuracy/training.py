@@ -10,7 +10,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -25,6 +25,7 @@ from fastsam.arena import Layout
 from fastsam.fed.measures.objective import Objective
 from fastsam.fed.measures.sharpness import one_step
 from fastsam.fed.update.model_copy import Replica, trainable
+from fastsam.optim.variants.sam import OnePassDirection
 
 SEEDS, TUNING_SEEDS = (0, 1, 2, 3, 4), (1000,)
 QUICK_STEPS = 20
@@ -45,19 +46,32 @@ class Contender:
         values: grid of the second number.
         second: name of the second number.
         share (float): fraction of a task's steps.
+        start (float): fraction of a training's steps before the variant perturbs.
     """
 
     make: Callable[[float], SAM] | None
     values: tuple[float, ...] = RHOS
     second: str = "rho"
     share: float = 1.0
+    start: float = 0.0
 
-    def optimizer(self, model: nn.Module, lr: float, value: float) -> torch.optim.Optimizer:
+    def variant(self, value: float, steps: int) -> SAM | None:
+        """Return the variant of a trial whose training has `steps` steps; None for SGD."""
+        return None if self.make is None else replace(self.make(value), start=round(self.start * steps))
+
+    def passes(self, value: float, steps: int) -> int:
+        """Return the number of backward passes of a training."""
+        sam = self.variant(value, steps)
+        if sam is None or sam.one_pass_direction is not OnePassDirection.NONE:
+            return steps
+        return steps + sum(map(sam.perturbs_at, range(steps)))
+
+    def optimizer(self, model: nn.Module, lr: float, value: float, steps: int) -> torch.optim.Optimizer:
         """Return the optimizer of a trial."""
-        if self.make is None:
+        sam = self.variant(value, steps)
+        if sam is None:
             params = list(model.parameters())
             return torch.optim.SGD(params, lr=lr, momentum=MOMENTUM, weight_decay=value, fused=True)
-        sam = self.make(value)
         groups = variants.SAMON.groups(model) if isinstance(sam, variants.SAMON) else model.parameters()
         return FusedSAM(groups, torch.optim.SGD, variant=sam, lr=lr, momentum=MOMENTUM, weight_decay=WEIGHT_DECAY)
 
@@ -115,7 +129,7 @@ def run(
     step of length `RADIUS` along its gradient.
     """
     train, held_out = task.split(seed, is_tuning)
-    model, optimizer = _start(task, contender, trial, seed)
+    model, optimizer = _start(task, contender, trial, seed, steps)
     act = _step_of(model, optimizer, _batches(train, task.batch, seed))
     for number in range(steps):
         for group in optimizer.param_groups:
@@ -145,7 +159,7 @@ def step_times(task: Task, contenders: dict[str, Contender], rounds: int) -> dic
     """Return seconds per step, medians over interleaved rounds, each beginning with another contender."""
     acts = {}
     for name, contender in contenders.items():
-        model, optimizer = _start(task, contender, (task.lrs[0], contender.values[0]), seed=0)
+        model, optimizer = _start(task, contender, (task.lrs[0], contender.values[0]), seed=0, steps=0)
         acts[name] = _step_of(model, optimizer, _batches(task.split(0, is_tuning=True)[0], task.batch, seed=0))
 
     def sample(act: Callable[[], object]) -> float:
@@ -164,11 +178,13 @@ def steps_in_equal_time(steps: int, relative_time: float) -> int:
     return max(1, min(steps, int(steps / relative_time)))
 
 
-def _start(task: Task, contender: Contender, trial: Trial, seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+def _start(
+    task: Task, contender: Contender, trial: Trial, seed: int, steps: int
+) -> tuple[nn.Module, torch.optim.Optimizer]:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = task.model()
-    return model, contender.optimizer(model, *trial)
+    return model, contender.optimizer(model, *trial, steps)
 
 
 def _step_of(model: nn.Module, optimizer: torch.optim.Optimizer, batches: Iterator[Pair]) -> Callable[[], object]:

@@ -117,7 +117,7 @@ def _refuse_averages(trainer: Any, opt: FusedSAM) -> None:
     callback = _callback(trainer, "WeightAveraging", "StochasticWeightAveraging")
     if callback and opt._engine.one_pass:
         raise ValueError(
-            f"{callback} with {type(opt._engine.variant).__name__}, whose weights between steps are the perturbed "
+            f"{callback} with {type(opt.variant).__name__}, whose weights between steps are the perturbed "
             f"ones: it would average those. Take a variant of two passes, or average inside opt.evaluating()"
         )
 

@@ -78,7 +78,7 @@ class Engine(ParamTracker):
     @property
     def perturbs(self) -> bool:
         """True if the step that begins, or is under way, perturbs."""
-        return self.plan.perturbs_every_step or self.variant.perturbs(self.steps)
+        return self.plan.perturbs_every_step or self.variant.perturbs_at(self.steps)
 
     def perturb(self, calls: list[BucketGrads], scale: Tensor | None, donate: bool) -> None:
         """Move the weights to the perturbed point, with the gradients that `collect_grads` found.

@@ -57,8 +57,12 @@ class FusedSAM(StateDictMixin):
             tensor is read on the device in every step. Default: 0.05.
         adaptive (bool): ASAM, an option of each parameter group. Default: False.
         eta (float or Tensor): eta of ASAM, an option of each parameter group. Default: 0.
+        interval (int): number of steps of which the first perturbs; the others are the base optimizer's own, with one
+            backward pass. Default: 1.
+        start (int): number of steps before SAM begins, which are the base optimizer's own too. `interval` counts from
+            there, and a schedule of rho counts all steps. Default: 0.
         variant (SAM, optional): variant such as `fastsam.variants.GSAM(rho=0.05, alpha=0.4)`, with its own `rho`,
-            `adaptive` and `eta`. Default: `SAM(rho, adaptive, eta)`.
+            `adaptive`, `eta`, `interval` and `start`. Default: `SAM(rho, adaptive, eta, interval, start)`.
         backend (str): "auto", "native", "triton", "foreach" or "reference". Default: "auto".
         max_grad_norm (float, optional): largest norm of the gradient that updates, which is the combination if the
             variant combines both gradients. Default: no clipping.
@@ -103,6 +107,8 @@ class FusedSAM(StateDictMixin):
         adaptive: bool = False,
         *,
         eta: float | Tensor = 0.0,
+        interval: int = 1,
+        start: int = 0,
         variant: SAM | None = None,
         backend: str = "auto",
         max_grad_norm: float | None = None,
@@ -129,7 +135,7 @@ class FusedSAM(StateDictMixin):
         for name, flag in flags.items():
             check_flag(name, flag)
         self.skip_nonfinite = skip_nonfinite
-        variant = variant_of(variant, rho, adaptive, eta)
+        variant = variant_of(variant, rho, adaptive, eta, interval, start)
         super().__init__(params, {"rho": variant.rho, "adaptive": variant.adaptive, "eta": variant.eta, **base_options})
         self.base_optimizer = make_base(base_optimizer, self.param_groups, base_options)
         for number, group in enumerate(self.param_groups):

@@ -118,15 +118,19 @@ class CosineRho(ConstantRho):
 
     Args:
         optimizer: `FusedSAM` whose groups have the largest rho.
-        total_steps (int): number of steps until rho is smallest; it stays there.
+        total_steps (int): number of steps until rho is smallest; it stays there. With `FusedSAM(start=)` call `step()`
+            after each step of the optimizer.
         min_rho (float): smallest rho. Default: 0.
 
-    Raises ValueError if `total_steps` is below 1.
+    Raises ValueError if `total_steps` is below 1, or below the optimizer's `start`.
     """
 
     def __init__(self, optimizer: Optimizer, total_steps: int, min_rho: float = 0.0) -> None:
         if total_steps < 1:
             raise ValueError(f"total_steps must be 1 or more, got {total_steps!r}")
+        start = getattr(getattr(optimizer, "variant", None), "start", 0)  # another optimizer with rho has none
+        if start > total_steps:
+            raise ValueError(f"start must be at most {total_steps}, the last step of this schedule of rho, got {start}")
         self.total_steps, self.min_rho = total_steps, min_rho
         super().__init__(optimizer)
 

@@ -19,6 +19,7 @@ from fastsam.optim.engine import Engine
 from fastsam.optim.grad_checks import AccumulationCheck
 from fastsam.optim.param_tracking import WeightState
 from fastsam.optim.running_stats import RunningStatsFreezer
+from fastsam.optim.variants.sam import SAM
 
 
 class StepPhaseMixin:
@@ -51,11 +52,16 @@ class StepPhaseMixin:
     def perturbs(self) -> bool:
         """True if the step that begins, or is under way, perturbs the weights and so takes two backward passes.
 
-        False in a step in which the variant does not perturb (`interval`, `LookSAM`). Its first pass and `first_step()`
-        may be left out. If they are made, the weights stay, and the step is the same with the second pass's gradients.
-        Always False with a variant of one pass (`MSAM`), where `first_step()` is an error.
+        False in a step in which the variant does not perturb (`start`, `interval`, `LookSAM`). Its first pass and
+        `first_step()` may be left out. If they are made, the weights stay, and the step is the same with the second
+        pass's gradients. Always False with a variant of one pass (`MSAM`), where `first_step()` is an error.
         """
         return self._engine.perturbs
+
+    @property
+    def variant(self) -> SAM:
+        """The variant of SAM, with its options."""
+        return self._engine.variant
 
     @property
     def combines_gradients(self) -> bool:

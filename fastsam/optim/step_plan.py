@@ -32,7 +32,7 @@ def plan_of(variant: SAM) -> StepPlan:
     """Return the parts of a step of a variant."""
     looks_ahead = bool(variant.unperturbed_coefficients.looksam_alpha)
     has_two_passes = variant.one_pass_direction is OnePassDirection.NONE
-    perturbs_every_step = has_two_passes and variant.interval == 1 and type(variant).perturbs is SAM.perturbs
+    perturbs_every_step = has_two_passes and variant.perturbs_every_step
     changes_gradient = variant.coefficients.needs_g1 or variant.coefficients.g2 != 1
     updates_state = variant.state in (VariantState.DIRECTION, VariantState.ORTHOGONAL)
     uses_combiner = changes_gradient or updates_state or looks_ahead

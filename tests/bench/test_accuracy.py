@@ -3,6 +3,7 @@
 import gzip
 import math
 import zipfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -112,6 +113,18 @@ def test_evidence_tunes_every_contender_alike_on_other_seeds() -> None:
         ("MNIST, 20 % wrong", 0.2), ("MNIST, 40 % wrong", 0.4), ("MNIST, right labels", 0.0),
         ("digits, 20 % wrong", 0.2), ("digits, 40 % wrong", 0.4), ("digits, right labels", 0.0),
     ]  # fmt: skip
+
+
+def test_sam_late_has_the_passes_of_its_share() -> None:
+    names = ("SGD", "SAM", "SAM, start=50 %", "SAM, start=90 %", "MSAM", "SGD, twice the steps")
+    passes = {name: evidence.CONTENDERS[name].passes(0.1, 40) for name in names}
+    assert passes == dict(zip(names, (40, 80, 60, 44, 40, 40), strict=True))
+    late = evidence.CONTENDERS["SAM, start=90 %"]
+    (_, sam), (_, never), (_, sgd) = (
+        run(TASKS["cancer"], contender, (0.1, second), seed=3, steps=20, sharp=True)
+        for contender, second in ((late, 0.5), (replace(late, start=1.0), 0.5), (evidence.CONTENDERS["SGD"], 5e-4))
+    )
+    assert never == pytest.approx(sgd, rel=1e-3) and sam != pytest.approx(sgd, rel=1e-3)
 
 
 def test_mnist_is_read_from_the_wheel_with_its_digits_mixed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,7 @@ def train_both(rho: float, dtype: torch.dtype, executor: str = "sequential") -> 
     """Return the final weights of `fed.run` and of plain torch."""
     model, clients = oracle.smooth_model(dtype), oracle.ragged_clients(dtype)
     algorithm = fed.FedSAM(rho=rho) if rho else fed.FedAvg()
-    actual = fed.run(model, clients, algorithm, executor=executor, participation=0.6, sampler="fixed", **OPTIONS).model
+    actual = fed.run(model, clients, algorithm, executor=executor, participation=0.6, **OPTIONS).model
     expected = plain.train(model, clients, rho, cohort=3, **OPTIONS)
     assert oracle.movement(model, expected) > 0.1
     return vector(actual), vector(expected)

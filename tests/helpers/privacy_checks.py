@@ -31,6 +31,7 @@ def run(size: int = 6, rounds: int = 1, algorithm: fed.Algorithm | None = None, 
         "executor": "sequential",
         "lr": 1e-12,
         "batch_size": 4,
+        "sampler": "bernoulli",
     }
     privacy: dict[str, Any] = {"noise_multiplier": 2.0, "clip": 0.5, "accountant": None}
     privacy |= {name: options.pop(name) for name in PRIVACY & options.keys()}

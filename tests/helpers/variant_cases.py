@@ -54,12 +54,15 @@ def problem(dtype: torch.dtype = torch.float64) -> tuple[list[Tensor], Callable[
 
 
 class Paper:
-    """SAM (Foret et al. 2021), in the first of every `interval` steps."""
+    """SAM (Foret et al. 2021), in the first of every `interval` steps from step `start` on."""
 
-    interval = 1
+    interval, start = 1, 0
 
     def __init__(self, **options: Any) -> None:
         vars(self).update(options)
+
+    def perturbs(self, t: int) -> bool:
+        return t >= self.start and (t - self.start) % self.interval == 0
 
     def direction(self, g1: Tensor) -> Tensor:
         return g1
@@ -105,13 +108,15 @@ class PaperWSAM(Paper):
 class PaperLookSAM(Paper):
     """Liu et al. 2022, Algorithm 1: `interval` is its k."""
 
+    gv: Tensor | None = None
+
     def mix(self, g1: Tensor, g2: Tensor) -> Tensor:
         cosine = torch.dot(g1, g2) / (g1.norm() * g2.norm())
         self.gv = g2 - g2.norm() * cosine * g1 / g1.norm()
         return g2
 
     def rest_gradient(self, g: Tensor) -> Tensor:
-        return g + ALPHA * g.norm() / self.gv.norm() * self.gv
+        return g if self.gv is None else g + ALPHA * g.norm() / self.gv.norm() * self.gv
 
 
 class PaperFriendly(Paper):
@@ -193,7 +198,7 @@ def loop(paper: Paper, base: str, steps: int, limit: float = math.inf) -> list[T
     sign = -1 if options.get("maximize") else 1
     for t in range(steps):
         g1 = flat(torch.autograd.grad(loss(params, t), params))
-        if t % paper.interval:
+        if not paper.perturbs(t):
             v = paper.rest_gradient(g1)
         else:
             d = paper.direction(g1)
@@ -202,7 +207,7 @@ def loop(paper: Paper, base: str, steps: int, limit: float = math.inf) -> list[T
                 (p + e).detach().requires_grad_() for p, e in zip(params, like(eps, params), strict=True)
             ]
             v = paper.mix(g1, flat(torch.autograd.grad(loss(perturbed_params, t), perturbed_params)))
-        correction = None if t % paper.interval else paper.correction()
+        correction = paper.correction() if paper.perturbs(t) else None
         factor = clip_factor(v if correction is None else v + correction, limit)
         for p, g in zip(params, like(factor * v, params), strict=True):
             p.grad = g
@@ -277,6 +282,12 @@ CASES: dict[str, Case] = {
     "vasso, every other": Case(VaSSO(RHO, theta=0.4, interval=2), lambda: PaperVaSSO(theta=0.4, interval=2)),
     "lesam": Case(SAM(RHO, rho_fn=LESAM(sigma=PaperLESAM.sigma)), PaperLESAM),
     "gsam, every third": Case(GSAM(RHO, alpha=ALPHA, interval=3), lambda: PaperGSAM(interval=3)),
+    "late": Case(SAM(RHO, start=4), lambda: Paper(start=4)),
+    "wsam, every other, late": Case(
+        WSAM(RHO, gamma=0.6, interval=2, start=1), lambda: PaperWSAM(gamma=0.6, decouple=True, interval=2, start=1)
+    ),
+    "vasso, late": Case(VaSSO(RHO, theta=0.4, start=2), lambda: PaperVaSSO(theta=0.4, start=2)),
+    "looksam, late": Case(LookSAM(RHO, k=2, alpha=ALPHA, start=3), lambda: PaperLookSAM(interval=2, start=3)),
 }
 
 

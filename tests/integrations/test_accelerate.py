@@ -72,6 +72,31 @@ def test_the_steps_of_a_plain_loop(accumulation_steps: int) -> None:
     assert all(p.grad is None for p in model.parameters())
 
 
+def test_steps_before_sam_take_one_pass() -> None:
+    """By the prepared optimizer's `step()` alone; the halves come with the first step that perturbs."""
+    start, _ = make_training()
+    ends = []
+    for accelerator in (accelerate.Accelerator(cpu=True), None):
+        model, passes = copy.deepcopy(start), 0
+        opt: Any = FusedSAM(model.parameters(), torch.optim.SGD, rho=0.3, start=4, lr=0.1, momentum=0.9)
+        sam, backward = opt, Tensor.backward
+        if accelerator is not None:
+            model, opt = accelerator.prepare(model, opt)
+            sam, backward = unwrap_optimizer(opt), accelerator.backward
+        for batch in BATCHES:
+            if sam.perturbs:
+                backward(loss_of(model, batch))
+                sam.first_step(zero_grad=True)
+                passes += 1
+            backward(loss_of(model, batch))
+            opt.step()
+            opt.zero_grad()
+            passes += 1
+        assert passes == 4 + 2 * 2
+        ends.append(list(model.parameters()))
+    assert same_bits(*ends)
+
+
 @pytest.mark.shows("Accelerate", "`save_state`, `load_state`, bit for bit", "works")
 def test_a_state_saved_and_loaded_by_accelerate(tmp_path: Any) -> None:
     def steps(model: nn.Module, opt: Any, batches: Tensor) -> None:

@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -107,6 +108,28 @@ def plain(model: Model, batches: Tensor = BATCHES, clip: float = 0.0, bf16: bool
 
 def same(a: nn.Module, b: nn.Module) -> bool:
     return same_bits(list(a.parameters()), list(b.parameters())) and same_bits(list(a.buffers()), list(b.buffers()))
+
+
+def test_steps_before_sam_take_one_pass() -> None:
+    model, passes = Model(start=4), 0
+
+    def count(*_: Any) -> None:
+        nonlocal passes
+        passes += 1
+
+    expected = copy.deepcopy(model)
+    opt = expected.configure_optimizers()
+    for t, batch in enumerate(BATCHES):
+        assert opt.perturbs is (t >= 4)
+        for second in (False, True) if opt.perturbs else (True,):
+            opt.zero_grad()
+            with frozen_batchnorm_stats(expected) if opt.is_perturbed else nullcontext():
+                expected.loss(batch).backward()
+            opt.second_step() if second else opt.first_step()
+    model.layers.register_forward_hook(count)
+    fit(model, SAMCallback())
+    assert same(model, expected)
+    assert passes == 4 + 2 * 2
 
 
 @pytest.mark.shows("Lightning", "manual optimization through `self.optimizers()`", "works")

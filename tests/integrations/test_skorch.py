@@ -42,6 +42,21 @@ def test_the_steps_of_a_plain_loop() -> None:
     assert same_bits(list(trained_by_skorch(**OPTIONS).parameters()), list(expected.parameters()))
 
 
+def test_steps_before_sam_take_one_pass() -> None:
+    options, calls = {**OPTIONS, "start": 5}, []
+    expected = tiny_model()
+    opt = FusedSAM(expected.parameters(), torch.optim.SGD, **options)
+    for x, y in [*zip(X.split(8), Y.split(8))] * 2:
+        opt.step(lambda x=x, y=y: nn.functional.cross_entropy(expected(x), y).backward())
+    hook = nn.modules.module.register_module_forward_hook(lambda module, *_: calls.append(type(module) is nn.Tanh))
+    try:
+        trained = trained_by_skorch(**options)
+    finally:
+        hook.remove()
+    assert same_bits(list(trained.parameters()), list(expected.parameters()))
+    assert sum(calls) == 5 + 2 * 3
+
+
 @pytest.mark.shows("skorch", "`optimizer__variant` sets the variant", "works")
 def test_options_go_through_its_names() -> None:
     options = {name: value for name, value in OPTIONS.items() if name != "rho"}

@@ -173,19 +173,29 @@ def test_a_grad_scaler_unscales_the_second_gradient(tmp_path: Path, accumulation
     assert get_log(trainer, "grad_norm") == pytest.approx(norms, rel=2e-2), "not a thousand times as large"
 
 
-@pytest.mark.shows("transformers", "`SAMTrainer` with `interval=2`", "works")
-def test_a_variant_that_perturbs_in_one_step_of_two(tmp_path: Path) -> None:
-    sam = fastsam.SAM(rho=0.3, interval=2)
-    start, calls = tiny_model(), 0
+def count_passes(tmp_path: Path, sam: fastsam.SAM, accumulation_steps: int = 1) -> int:
+    """Assert that the trainer makes the steps of a plain loop. Return the number of its passes."""
+    start, calls, steps = tiny_model(), 0, list(windows(accumulation_steps))
 
     def count(*_: Any) -> None:
         nonlocal calls
         calls += 1
 
-    model, _, _ = plain_loop(start, list(windows(1))[:4], sam)
+    model, _, _ = plain_loop(start, steps, sam)
     start.register_forward_hook(count)
-    assert same(train(tmp_path, start, sam).model, model)
-    assert calls == 4 + 2
+    settings = {"gradient_accumulation_steps": accumulation_steps, "max_steps": len(steps)}
+    assert same(train(tmp_path, start, sam, **settings).model, model)
+    return calls
+
+
+@pytest.mark.shows("transformers", "`SAMTrainer` with `interval=2`", "works")
+def test_a_variant_that_perturbs_in_one_step_of_two(tmp_path: Path) -> None:
+    assert count_passes(tmp_path, fastsam.SAM(rho=0.3, interval=2)) == 6 + 3
+
+
+def test_steps_before_sam_take_one_pass(tmp_path: Path) -> None:
+    assert count_passes(tmp_path, fastsam.SAM(rho=0.3, start=4)) == 6 + 2
+    assert count_passes(tmp_path, fastsam.SAM(rho=0.3, start=2), accumulation_steps=2) == 6 + 2
 
 
 @pytest.mark.shows(

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from fastsam.optim.variants import LookSAM
 from tests.helpers.sam_cases import places
 from tests.helpers.sam_oracle import copies, same_bits
 from tests.helpers.trainings import OPTIONS, VARIANTS, Spec, awkward, by_hand, every_training, loss_of, outcome, state
@@ -183,8 +184,9 @@ def test_a_closure_is_the_two_halves(spec: Spec) -> None:
 
 
 def perturbations(spec: Spec, steps: int) -> list[bool]:
-    interval = VARIANTS[spec.variant].interval if spec.variant != "looksam" else 3
-    return [t % interval == 0 for t in range(steps)]
+    variant = VARIANTS[spec.variant]
+    interval = variant.k if isinstance(variant, LookSAM) else variant.interval
+    return [t >= variant.start and (t - variant.start) % interval == 0 for t in range(steps)]
 
 
 # --- backends, dtypes, layouts ---

@@ -44,7 +44,7 @@ def step(net: nn.Module, opt: FusedSAM, number: int) -> None:
     opt.step(closure)
 
 
-@pytest.mark.parametrize("sam", [SAM(0.2), GSAM(0.2), SAM(0.2, interval=2), MSAM(0.2)], ids=str)
+@pytest.mark.parametrize("sam", [SAM(0.2), GSAM(0.2), SAM(0.2, interval=2), SAM(0.2, start=2), MSAM(0.2)], ids=str)
 def test_a_state_that_is_made_for_it_is_that_of_no_step(sam: SAM) -> None:
     nets = [Net(), Net()]
     for number, net in enumerate(nets):
@@ -59,7 +59,9 @@ def test_a_state_that_is_made_for_it_is_that_of_no_step(sam: SAM) -> None:
 
 
 @pytest.mark.parametrize(
-    ("sam", "flat"), [(SAM(0.2, interval=3), False), (SAM(0.2, interval=3), True), (LookSAM(0.2, k=3), False)], ids=str
+    ("sam", "flat"),
+    [(SAM(0.2, interval=3), False), (SAM(0.2, interval=3, start=1), True), (LookSAM(0.2, k=3), False)],
+    ids=str,
 )
 @pytest.mark.parametrize("base", ["sgd", "nadam"])
 def test_the_count_of_steps_goes_on_in_a_fresh_optimizer(base: str, sam: SAM, flat: bool, tmp_path: Path) -> None:

@@ -101,6 +101,7 @@ def test_options_that_are_refused(base: Any, options: dict[str, Any], error: typ
 
 VARIANTS: list[tuple[Any, dict[str, Any], type[Exception], str]] = [
     *((kind, {"interval": 2}, ValueError, "interval must be left at 1") for kind in (MSAM, LastGradient, LookSAM)),
+    *((kind, {"start": 2}, ValueError, "start must be left at 0") for kind in (MSAM, LastGradient)),
     *((kind, {"rho_fn": LESAM(sigma=1.0)}, ValueError, "rho_fn must be") for kind in (MSAM, LastGradient)),
     *((kind, {"interval": v}, ValueError, "interval must be .* steps?, got")
       for kind in (SAM, GSAM, VaSSO) for v in (0, -2)),

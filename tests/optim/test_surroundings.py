@@ -197,7 +197,7 @@ def test_frozen_statistics_after_an_exception() -> None:
 def test_a_representation_has_base_variant_and_backend() -> None:
     params = make_parameters([(3,)], torch.float32)
     text = repr(FusedSAM(params, SGD, variant=GSAM(0.1, alpha=0.4), lr=0.1, backend="reference"))
-    head = ["base optimizer: SGD", "variant: GSAM(interval=1, rho_fn=None, alpha=0.4)", "backend: reference"]
+    head = ["base optimizer: SGD", "variant: GSAM(interval=1, start=0, rho_fn=None, alpha=0.4)", "backend: reference"]
     assert text.splitlines()[:4] == ["FusedSAM (", *head] and "rho: 0.1" in text
     assert f"backend: {backends.backend('cpu')}\n" in repr(FusedSAM(params, SGD, lr=0.1))
 

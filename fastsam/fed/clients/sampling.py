@@ -21,6 +21,7 @@ from fastsam.fed.common.checks import integer, number
 Sampler = Callable[[int, torch.Generator], Iterable[Any]]
 Available = Callable[[int], Any]  # from a round (from 0) to client ids, or a mask of all clients
 NAMES = ("bernoulli", "fixed", "shuffled", "simulator")
+DEFAULT = "fixed"  # as in the papers: a round has a fixed number of clients
 
 _MAX_REDRAWS, _SIMULATOR_SEED = 100, 20
 
@@ -29,11 +30,11 @@ def make(sampler: str | Sampler | None, clients: int, participation: float, redr
     """Return the sampler of that name over `clients` clients, or the callable with a check of the ids that it returns.
 
     "bernoulli": each client takes part with probability `participation`, independently. If no client does, it is drawn
-    again (Qu et al. 2022), unless `redraws` is False. "fixed": exactly `participation * clients` clients (rounded, at
-    least one), without replacement. "shuffled": all clients in a random order, a cohort each round, the rest in the
-    last one; then a new order. "simulator": the sampler of FL-Simulator and of FedLESAM's code, to repeat their
-    cohorts. It uses numpy's old generator with the seed `20 + round`, and the next seed while no client takes part. The
-    run's seed has no effect.
+    again (Qu et al. 2022), unless `redraws` is False. "fixed", a run's default: exactly `participation * clients`
+    clients (rounded, at least one), without replacement. "shuffled": all clients in a random order, a cohort each
+    round, the rest in the last one; then a new order. "simulator": the sampler of FL-Simulator and of FedLESAM's code,
+    to repeat their cohorts. It uses numpy's old generator with the seed `20 + round`, and the next seed while no client
+    takes part. The run's seed has no effect.
 
     Raises:
         ValueError: the name is unknown, or the participation is not in (0, 1].
@@ -146,7 +147,7 @@ def check_available(available: Any, sampler: str | Sampler | None) -> None:
             f"available must be a function of the round that returns client ids or a mask (in a config its import "
             f"path), got {available!r}"
         )
-    if sampler not in ("bernoulli", "fixed"):
+    if sampler not in (None, "bernoulli", "fixed"):
         raise ValueError(
             f"available restricts sampler='bernoulli' or 'fixed'; sampler={sampler!r} chooses clients by itself, "
             f"use one of them"

@@ -68,7 +68,7 @@ class Settings:
         "how clients are sampled: 'bernoulli' (each client independently; again if none is), 'fixed' (that share, "
         "without replacement), 'shuffled' (that share, each client once before a client comes again), 'simulator' (the "
         "cohorts of the papers' code), or a callable (round, generator) -> client ids, in a config its import path; "
-        "none: 'fixed' with cohort, else 'bernoulli'")
+        "none: 'fixed', unless epsilon depends on it")
     available: str | Available | None = option(None,
         "clients that can be sampled: a function round -> client ids or a mask of all clients, in a config its import "
         "path; a round without clients is skipped")
@@ -157,7 +157,7 @@ class Settings:
             )
         self.name_sampler()
         self.set_rate(optimizer_of(self.optimizer))
-        sampling.make(self.sampler, 1, self.participation)
+        sampling.make(sampling.DEFAULT if self.sampler is None else self.sampler, 1, self.participation)
         check_available(self.available, self.sampler)
         object.__setattr__(self, "weighting", checked_weighting(self.weighting))
         object.__setattr__(self, "privacy", privacy_of(self.privacy))
@@ -184,9 +184,9 @@ class Settings:
         return self.aggregation if isinstance(self.aggregation, str) else FunctionRule(self.aggregation).name
 
     def name_sampler(self) -> None:
-        """Put the name of the default sampler in place of None."""
-        if self.sampler is None:
-            object.__setattr__(self, "sampler", "bernoulli" if self.cohort is None else "fixed")
+        """Put the name of the default sampler in place of None, unless epsilon depends on it: then the user chooses."""
+        if self.sampler is None and (self.participation == 1 or not privacy_of(self.privacy).has_epsilon):
+            object.__setattr__(self, "sampler", sampling.DEFAULT)
 
     def set_rate(self, optimizer: Optimizer | None) -> None:
         """Put the rate of `optimizer` in place of None. The optimizer gets it with every client."""

@@ -39,6 +39,11 @@ class Privacy:
         if self.noise_multiplier > 0 and self.delta is not None and self.delta >= 1:
             raise ValueError(f"delta must be a number in (0, 1), below 1/clients, such as 1e-5; got {self.delta!r}")
 
+    @property
+    def has_epsilon(self) -> bool:
+        """True if epsilon is computed: there is noise, and an accountant."""
+        return self.noise_multiplier > 0 and self.accountant is not None
+
 
 def privacy_of(value: Privacy | Mapping[str, Any] | None) -> Privacy:
     """Return the options of privacy, for None without clipping and noise. Raises ValueError as `made_of` does."""

@@ -150,7 +150,7 @@ def noise_of(settings: Any, layout: ParameterLayout, num_clients: int, device: t
     mask = torch.zeros(layout.row_size, dtype=torch.float64, device=device)
     for s in layout.segments:
         mask[s.offset : s.offset + s.length] = 1
-    accountant = _accountant(settings, num_clients)
+    accountant = accountant_of(settings, settings.sampler, num_clients) if settings.privacy.has_epsilon else None
     if settings.privacy.noise == "local":
         return LocalNoise(settings, mask, accountant)
     is_sampled = settings.available is None
@@ -160,10 +160,9 @@ def noise_of(settings: Any, layout: ParameterLayout, num_clients: int, device: t
     return CentralNoise(settings, mask, accountant, cohort)
 
 
-def _accountant(settings: Any, num_clients: int) -> Accountant | None:
+def accountant_of(settings: Any, sampler: str, num_clients: int) -> Accountant:
+    """Return the accountant of a run with this sampler. Raises ValueError as `noise_of` does."""
     privacy = settings.privacy
-    if privacy.accountant is None:
-        return None
     delta = delta_of(privacy, num_clients)
     try:
         import dp_accounting  # noqa: F401
@@ -173,12 +172,12 @@ def _accountant(settings: Any, num_clients: int) -> Accountant | None:
             "or fed.Privacy(accountant=None): noise, and no guarantee"
         ) from error
     share = settings.share_of(num_clients)
-    draws = sampling.make(settings.sampler, num_clients, share)
+    draws = sampling.make(sampler, num_clients, share)
     participations = ParticipationCounter(lambda t: sampling.draw(draws, t, settings.seed))
     return Accountant(
         privacy_events(
             privacy.noise,
-            settings.sampler,
+            sampler,
             share,
             num_clients,
             privacy.noise_multiplier,

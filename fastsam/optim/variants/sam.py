@@ -57,12 +57,14 @@ class SAM:
         eta: eta of ASAM, a number or a one-element tensor.
         interval: number of steps of which the first perturbs; the other steps are the base optimizer's, with one
             gradient pass.
+        start: number of steps before the first that perturbs. They are the base optimizer's too, and `interval` counts
+            from there.
         rho_fn: None, or a function that returns the radius of a step, for example `LESAM`. It maps tensors on the
             device, rho `[1, groups]` and norm `[1]`, both float64, to a tensor like rho.
 
     Raises:
         TypeError: `interval` is not an integer or `rho_fn` is not a function.
-        ValueError: `interval` is below 1.
+        ValueError: `interval` is below 1, or `start` is not an integer or negative.
     """
 
     state: ClassVar[VariantState] = VariantState.NONE
@@ -74,6 +76,7 @@ class SAM:
     adaptive: bool = False
     eta: float | Tensor = 0.0
     interval: int = 1
+    start: int = 0
     rho_fn: Callable[[Tensor, Tensor], Tensor] | None = None
 
     def __init_subclass__(cls, **options: Any) -> None:
@@ -97,6 +100,7 @@ class SAM:
 
     def __post_init__(self) -> None:
         check_interval("interval", self.interval)
+        check_start(self.start)
         if self.rho_fn is not None and (not callable(self.rho_fn) or isinstance(self.rho_fn, torch.nn.Module)):
             raise TypeError(f"rho_fn must be a function such as fastsam.variants.LESAM(sigma=0.1), got {self.rho_fn!r}")
 
@@ -138,17 +142,25 @@ class SAM:
         return type(self).direction is not SAM.direction
 
     def perturbs(self, step: int) -> bool:
-        """Return True if the step with this number, counted from 0, perturbs."""
+        """Return True if the step with this number perturbs; steps are counted from 0, which is the step `start`."""
         return step % self.interval == 0
+
+    def perturbs_at(self, step: int) -> bool:
+        """Return True if step number `step` of a training perturbs: not before `start`, and then as `perturbs` says."""
+        return step >= self.start and self.perturbs(step - self.start)
+
+    @property
+    def perturbs_every_step(self) -> bool:
+        """True if there is no step without a perturbation."""
+        return self.start == 0 and self.interval == 1 and type(self).perturbs is SAM.perturbs
 
 
 def check_one_pass(variant: SAM) -> None:
     """Raise ValueError for options that a variant of one pass cannot use."""
-    if variant.interval != 1:
-        raise ValueError(
-            f"interval must be left at 1: {type(variant).__name__} takes one pass in every step, got "
-            f"{variant.interval!r}"
-        )
+    for name, default in (("interval", 1), ("start", 0)):
+        if (value := getattr(variant, name)) != default:
+            kind = type(variant).__name__
+            raise ValueError(f"{name} must be left at {default}: {kind} takes one pass in every step, got {value!r}")
     if variant.rho_fn is not None:
         raise ValueError(
             f"rho_fn must be left at None: it needs the gradient's norm, and {type(variant).__name__} perturbs "
@@ -158,14 +170,26 @@ def check_one_pass(variant: SAM) -> None:
 
 def check_interval(name: str, value: int) -> None:
     """Raise TypeError if `value` is not an integer, and ValueError if it is below 1."""
-    try:
-        steps = None if isinstance(value, bool) else index(value)
-    except Exception as error:  # `__index__` of the user may raise any exception
-        raise TypeError(f"{name} must be a whole number of steps, got {value!r}") from error
+    steps = _whole(value)
     if steps is None:
         raise TypeError(f"{name} must be a whole number of steps, got {value!r}")
     if steps < 1:
         raise ValueError(f"{name} must be 1 or more steps, got {value!r}")
+
+
+def check_start(value: int) -> None:
+    """Raise ValueError if `value` is not an integer, or is below 0."""
+    steps = _whole(value)
+    if steps is None or steps < 0:
+        raise ValueError(f"start must be a whole number of steps, 0 or more, got {value!r}")
+
+
+def _whole(value: object) -> int | None:
+    """Return `value` as an integer, or None if it is not an integer."""
+    try:
+        return None if isinstance(value, bool) else index(value)  # type: ignore[arg-type]
+    except Exception:  # `__index__` of the user may raise any exception
+        return None
 
 
 def check_real(name: str, value: float, requirement: str, fits: Callable[[float], Any]) -> None:
@@ -176,14 +200,19 @@ def check_real(name: str, value: float, requirement: str, fits: Callable[[float]
         raise ValueError(f"{name} must be {requirement}, got {value!r}")
 
 
-def variant_of(variant: SAM | None, rho: float | Tensor | None, adaptive: bool, eta: float | Tensor) -> SAM:
+def variant_of(
+    variant: SAM | None, rho: float | Tensor | None, adaptive: bool, eta: float | Tensor, interval: int, start: int
+) -> SAM:
     """Return the given variant, or a SAM with these options if None is given."""
+    sam = SAM(0.05 if rho is None else rho, adaptive, eta, interval, start)
     if variant is None:
-        return SAM(0.05 if rho is None else rho, adaptive, eta)
+        return sam
     if not isinstance(variant, SAM):
         raise TypeError(f"variant must be an instance such as fastsam.variants.GSAM(rho=0.05), got {variant!r}")
-    if rho is not None or adaptive or isinstance(eta, Tensor) or eta:
+    is_counted = (sam.interval, sam.start) != (1, 0)
+    if is_counted or rho is not None or adaptive or isinstance(eta, Tensor) or eta:
         raise ValueError(
-            "rho, adaptive and eta cannot be combined with variant. Pass them to the variant: variant=GSAM(rho=0.05)"
+            "rho, adaptive, eta, interval and start cannot be combined with variant. Pass them to the variant: "
+            "variant=GSAM(rho=0.05)"
         )
     return variant

@@ -42,7 +42,7 @@ test_refused = refusals(
         lambda: run_median(weighting="samples"),
         "aggregation='median' needs clients that count alike, but weighting='samples'.*norm_filter",
     ),
-    (lambda: run_median(participation=0.2, sampler="fixed"), "needs 3 clients in a round.* rounds of 2"),
+    (lambda: run_median(participation=0.2), "needs 3 clients in a round.* rounds of 2"),
     (lambda: run_median(algorithm=Summed()), r"finish_client of Summed returned Upload\(sum=...\)"),
     (lambda: run_median(algorithm=fed.FedSMOO()), "the server of FedSMOO"),
     # functions

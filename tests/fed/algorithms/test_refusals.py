@@ -188,7 +188,7 @@ test_refused = refusals(
     (lambda: start(fed.Ditto(), measures=["drifts"]), r"measures=\['drifts'\] needs one path .* Ditto has phases"),
     (lambda: start(fed.FedRep(head="nose")), "'nose' matches no trainable parameter"),
     (lambda: start(fed.FedRep(), torch.nn.Linear(6, 3).double()), "are all parameters of the model"),
-    (lambda: start(fed.FedRep(), aggregation="krum"),
+    (lambda: start(fed.FedRep(), aggregation="krum", participation=1.0),
      "FedRep, whose parameters stay .* aggregation='krum' compares whole models"),
     (lambda: fed.FedRep(head=""), "head must be the name of a module or a parameter"),
     (lambda: fed.FedRep(head_epochs=0), "head_epochs must be an integer >= 1"),

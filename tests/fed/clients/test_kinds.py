@@ -226,7 +226,7 @@ def calls_before_the_first_round(large_count: int) -> int:
 
     sys.setprofile(note)
     try:
-        options = {"rounds": 1, "participation": 0.5 / large_count, "sampler": "fixed", "test": test}
+        options = {"rounds": 1, "participation": 0.5 / large_count, "test": test}
         fed.run(torch.nn.Linear(3, 3), data, fed.FedAvg(), **options)
     finally:
         sys.setprofile(None)

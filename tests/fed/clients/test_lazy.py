@@ -43,7 +43,7 @@ def test_a_client_is_loaded_when_it_is_sampled_and_forgotten_when_it_has_trained
         alive.add(x)
         return x, torch.arange(5) % 3
 
-    result = run(fed.LazyClients(100_000, load), participation=5e-5, rounds=3, executor="sequential", sampler="fixed")
+    result = run(fed.LazyClients(100_000, load), participation=5e-5, rounds=3, executor="sequential")
     num_trained = 3 * 5
     assert sum(line["clients"] for line in result.history) == num_trained
     assert len(loads) == num_trained + 2, "and the first client twice before the run, for the trial"
@@ -116,7 +116,7 @@ class Slow:
 @pytest.mark.parametrize("executor", ["sequential", "threads"])
 def test_the_next_clients_are_loaded_while_others_train(executor: str) -> None:
     """Clients of the next round are loaded early too, and each client once in each round."""
-    options: dict[str, Any] = {"rounds": 3, "participation": 0.5, "sampler": "fixed", "executor": executor}
+    options: dict[str, Any] = {"rounds": 3, "participation": 0.5, "executor": executor}
     plain, ahead, no_loads = run(pairs(), **options), Slow(), Slow()
     result = run(fed.LazyClients(4, ahead), **options)
     assert (

@@ -59,6 +59,11 @@ def test_a_participation_near_zero_still_ends():
     assert draw_rounds("bernoulli", 10, 1e-9, 4)[3] == [int(last.argmin())]
 
 
+def test_by_default_each_round_has_the_same_number_of_clients(tmp_path):
+    history = start(tmp_path, clients=oracle.ragged_clients(sizes=(3,) * 20), participation=0.25, rounds=6).history
+    assert [record["clients"] for record in history] == [5] * 6
+
+
 def test_rounds_and_seeds_differ():
     a, b = draw_rounds("bernoulli", 50, 0.3, 20, seed=0), draw_rounds("bernoulli", 50, 0.3, 20, seed=1)
     assert len({tuple(x) for x in a + b}) == 40

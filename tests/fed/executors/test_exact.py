@@ -192,7 +192,8 @@ def choose_executor(model, tmp_path, algorithm=None, x=(6,), **options):
     generator = torch.Generator().manual_seed(0)
     data = [(torch.randn(8, *x, generator=generator), torch.randint(0, 3, (8,), generator=generator)) for _ in range(3)]
     path = tmp_path / f"run{len(list(tmp_path.iterdir()))}"
-    result = fed.run(model, data, algorithm or fed.FedAvg(), rounds=1, executor="auto", run_dir=path, **options)
+    options = {"rounds": 1, "cohort": 2, "executor": "auto", "run_dir": path} | options
+    result = fed.run(model, data, algorithm or fed.FedAvg(), **options)
     record = json.loads((path / "environment.json").read_text())["executor"]
     assert record["name"] == result.summary()["executor"]
     return record

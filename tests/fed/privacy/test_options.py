@@ -1,5 +1,6 @@
 """Options that noise excludes: the error comes before the run, with a remedy."""
 
+import re
 from typing import Any, ClassVar
 
 import pytest
@@ -110,10 +111,26 @@ def test_the_algorithm_does_not_learn_how_many_came() -> None:
     assert len(set(came)) > 2 and Counted.sizes == {1, 4}  # 1: of the trial before the first round
 
 
+def test_the_sampler_is_named_where_epsilon_depends_on_it() -> None:
+    """The refusal has the epsilon of each sampler, as a run with that sampler records it."""
+    pytest.importorskip("dp_accounting")
+    for place in ({}, {"noise": "local"}, {"cohort": 4, "participation": 0.2}):
+        options = ASKED | {"rounds": 3, "delta": 1e-3} | place
+        with pytest.raises(ValueError, match="accountant='rdp' needs a named sampler") as message:
+            checks.run(**options, sampler=None)
+        for sampler in ("bernoulli", "fixed"):
+            epsilon = checks.run(**options, sampler=sampler).history[-1]["epsilon"]
+            assert re.search(rf"sampler='{sampler}' \([^)]*epsilon {epsilon:.4g} if one client ", str(message.value))
+    for options in ({"accountant": None}, {"noise_multiplier": 0.0}, {"participation": 1.0}):
+        checks.run(**ASKED | options, sampler=None)
+
+
 def test_a_missing_package_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "dp_accounting", None)
     with pytest.raises(ValueError, match=r"dp-accounting.*pip install 'fused-sam\[privacy\]', or .*accountant=None"):
         checks.run(**ASKED)
+    with pytest.raises(ValueError, match="dp-accounting"):
+        checks.run(**ASKED, sampler=None)
     checks.run(**ASKED | {"accountant": None})
 
 

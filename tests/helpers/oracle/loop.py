@@ -154,7 +154,7 @@ def order(n: int, seed: int, t: int, client: int, epoch: int, shuffle: bool) -> 
     return seeds.permutations([client], [n], seed, "shuffle", t, epoch)[0] if shuffle else torch.arange(n)
 
 
-def attendance(rounds: int, clients: int, share: float, seed: int, sampler: str = "bernoulli") -> list[list[int]]:
+def attendance(rounds: int, clients: int, share: float, seed: int, sampler: str = "fixed") -> list[list[int]]:
     """Return the clients of each round, a public fact of a run."""
     draw = sampling.make(sampler, clients, share)
     return [sampling.draw(draw, t, seed) for t in range(rounds)]
