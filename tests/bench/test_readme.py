@@ -1,5 +1,6 @@
 """Every speed in README comes from a file: bench/readme.py writes the paragraph from bench/results."""
 
+import json
 import re
 from pathlib import Path
 
@@ -8,6 +9,7 @@ import pytest
 from bench import readme, report
 from bench import record as records
 from tests.helpers.pages import text_of, without_fences
+from tests.helpers.places import ROOT
 
 pytestmark = [pytest.mark.of_each_kind, pytest.mark.pages]
 
@@ -47,28 +49,33 @@ def test_every_speed_is_in_the_paragraph_from_the_files(page: str) -> None:
 def test_each_number_of_the_paragraph_is_in_a_file() -> None:
     """The numbers are looked up here without bench/readme.py, in the rows that the sentences speak of."""
     (place,) = (match for match in re.findall(r"<!-- bench:readme -->(.*?)<!-- /bench -->", text_of("README.md"), re.S))
-    steps, rounds = (records.read(records.RESULTS / f"{name}-cuda.json") for name in ("kernels", "federated"))
+    rounds = records.read(records.RESULTS / "federated-cuda.json")
     values = [
-        row["replayed"][key]["median"] if key == "fraction" else row["replayed"]["to"]["foreach"]["median"]
-        for case in steps["cases"] if case["part"] == "steps"
-        for row in case["rows"] if row["name"] == "fastsam_native"
-        for key in (["fraction", "to"] if case["parameters"] >= 30e6 else ["to"])
-    ]  # fmt: skip
-    values += [
         1e3 * row["seconds"] for case in rounds["cases"] for row in case["rows"]
         if case["title"].endswith("fedavg, by clients") and row["at"] == 100 and "seconds" in row
     ]  # fmt: skip
-    numbers = speeds(place)
-    assert len(numbers) == 8
+    numbers = [number.replace(",", "") for number in speeds(place)]
+    assert len(numbers) == 4
     for number in numbers:
         digits = len(number.partition(".")[2])
         assert number in {f"{value:.{digits}f}" for value in values}, number
 
 
 def test_other_results_give_another_paragraph(tmp_path: Path) -> None:
-    for name in ("kernels-cuda", "federated-cuda"):
-        text = (records.RESULTS / f"{name}.json").read_text()
-        (tmp_path / f"{name}.json").write_text(text.replace("NVIDIA H200", "NVIDIA X"))
+    text = (records.RESULTS / "federated-cuda.json").read_text()
+    (tmp_path / "federated-cuda.json").write_text(text.replace("NVIDIA H200", "NVIDIA X"))
     text, old_text = readme.text(tmp_path), readme.text(records.RESULTS)
-    assert text != old_text and text.startswith("On an NVIDIA X the optimizer part")
+    assert text != old_text and text.startswith("A round of 100 small clients on an NVIDIA X takes")
     assert report.fill("<!-- bench:readme -->\nold\n<!-- /bench -->", {"bench:readme": text}).split("\n")[1] in text
+
+
+def test_what_fastsam_works_with_has_a_page_a_tried_version_and_a_test() -> None:
+    """The versions are those of the last run of tests/integrations, which docs/compatibility.md shows."""
+    tried = json.loads((records.RESULTS / "compatibility.json").read_text())["versions"]
+    rows = re.findall(
+        r"^\| .* \| \[.*?\]\((\S+?)(?:#\S*)?\) \| (\S+) (\S+) \| \[test\]\((\S+)\) \|$", text_of("README.md"), re.M
+    )
+    assert len(rows) == 12
+    for page, package, version, test in rows:
+        assert (ROOT / page).is_file() and tried[package].partition("+")[0] == version
+        assert "def test_" in (ROOT / test).read_text()

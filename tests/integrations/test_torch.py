@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import LBFGS, SGD
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from fastsam import FusedSAM, variants
 
@@ -24,7 +25,7 @@ OPTIONS = {"lr": 0.1, "momentum": 0.9}
 class Loop:
     """A model and its optimizer, with a step in two halves."""
 
-    def __init__(self, base: type[torch.optim.Optimizer] = SGD, rho: float = 0.3, **options: object) -> None:
+    def __init__(self, base: type[torch.optim.Optimizer] = SGD, rho: float | None = 0.3, **options: object) -> None:
         torch.manual_seed(0)
         self.model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
         keywords: dict[str, Any] = {"rho": rho, **OPTIONS, **options}
@@ -230,3 +231,26 @@ def test_an_interval(interval: int) -> None:
         base.step()
         base.zero_grad()
     loop.assert_as(expected)
+
+
+@pytest.mark.shows("torch", "an average of the weights after each step (EMA)", "works")
+@pytest.mark.parametrize("variant", [None, variants.MSAM(0.3)], ids=["SAM", "MSAM"])
+def test_an_average_of_the_weights(variant: variants.SAM | None) -> None:
+    """The average is of the weights at which no perturbation is, in a one-pass variant those of an evaluation."""
+    loop = Loop() if variant is None else Loop(rho=None, variant=variant)
+    average = AveragedModel(loop.model, multi_avg_fn=get_ema_multi_avg_fn(0.5))
+    expected: list[Tensor] = []
+    for batch in BATCHES:
+        if variant is None:
+            loop.step(batch)
+        else:
+            loop.closure(batch)
+            loop.opt.step()
+            loop.opt.zero_grad()
+        with loop.opt.evaluating():
+            average.update_parameters(loop.model)
+            weights = [p.detach().clone() for p in loop.model.parameters()]
+        expected = [0.5 * e + 0.5 * w for e, w in zip(expected or weights, weights, strict=True)]
+    torch.testing.assert_close(list(average.module.parameters()), expected, rtol=1e-5, atol=1e-6)
+    perturbed = [p.detach() for p in loop.model.parameters()]
+    assert all(map(torch.equal, perturbed, weights)) is (variant is None)
