@@ -317,7 +317,7 @@ class FusedSAM(StateDictMixin):
             if engine.in_backward is not None and engine.in_backward.updated_slots:
                 raise RuntimeError(in_backward.SCALED)
             sumsq = engine.sumsq if engine.perturbs else None  # squared norm of this step's first gradients
-            tracker.observe(grad_scale, sumsq, self.param_groups)
+            tracker.observe(grad_scale, found_inf, sumsq, self.param_groups)
             scales = LossScales(tracker.scale if grad_scale is None else grad_scale, grad_scale)
         engine.update(grads, scales, found_inf, self.skip_nonfinite)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from functools import partial
+from functools import cache, partial
 from os import PathLike
 from os.path import abspath
 from pathlib import Path
@@ -184,17 +184,16 @@ def run(
         check_buffers(trial, settings.buffers)
         loop, state = assemble(model, model_copy, population, algorithm, settings, loss, trial, backend, ranks)
         run_dir, resume = ranks.broadcast((None if run_dir is None else abspath(run_dir), resume))
-        directory, identity = None, dict[str, Any]()
-        if run_dir is not None or ranks.size > 1:
-            identity = identity_of(facts, settings, loop, (model, model_copy), population, collate)
+        directory = None
+        identity = cache(partial(identity_of, dict(facts), settings, loop, (model, model_copy), population, collate))
         if ranks.size > 1:
             run_facts = {"weights": digest(model), "callbacks": listeners.names()}
-            ranks.agree(identity | settings.call_options() | run_facts)
+            ranks.agree(identity() | settings.call_options() | run_facts)
         if run_dir is not None:
             behaviours = behaviours_of(model, settings, collate)
-            directory, state = open_directory(run_dir, resume, loop, state, identity, config, stack, behaviours)
+            directory, state = open_directory(run_dir, resume, loop, state, identity(), config, stack, behaviours)
         export_state = partial(_export, model, loop)
-        listeners.start(ranks, state, directory, lambda: config or settings_of(facts, settings), export_state)
+        listeners.start(ranks, state, directory, lambda: config or settings_of(facts, settings), export_state, identity)
         state = loop.run(state, directory, listeners)
         nbytes = loop.nbytes(state)
     with listeners:
