@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 import fastsam
 from fastsam import FusedSAM
+from fastsam.fed.executors.stacked_masks import advice
 from fastsam.integrations import hf as integration
 from fastsam.integrations.accelerate import unwrap_optimizer
 from fastsam.integrations.hf import SAMTrainerMixin
@@ -41,6 +42,20 @@ def tiny_model(dropout: float = 0.0) -> nn.Module:
         max_position_embeddings=8, hidden_dropout_prob=dropout, attention_probs_dropout_prob=dropout,
     )  # fmt: skip
     return transformers.BertForSequenceClassification(config)
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+def test_the_mask_that_vmap_advises_is_the_mask_of_the_tokenizer(attention: str) -> None:
+    model = tiny_model().eval()
+    model.set_attn_implementation(attention)
+    with torch.no_grad():
+        for p in model.parameters():
+            p *= 20  # the first weights are so small that no mask changes much
+    words, present = torch.randint(1, 16, (4, 6)), (torch.arange(6) < torch.tensor([[3], [6], [2], [5]])).long()
+    expression = advice(RuntimeError("data-dependent control flow")).rpartition(": ")[2]
+    mask = eval(expression, {"torch": torch, "batch": {"attention_mask": present}})
+    expected = model(input_ids=words, attention_mask=present).logits
+    torch.testing.assert_close(model(input_ids=words, attention_mask=mask).logits, expected)
 
 
 def arguments(folder: Path, **settings: Any) -> Any:

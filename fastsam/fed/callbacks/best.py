@@ -141,7 +141,7 @@ class SaveBest(Best):
         key = "first_loss" if run.round else "start"
         if facts[key] != self._facts(run)[key] or facts["run"] != run.fingerprint:
             raise FileExistsError(
-                f"{self.path} has the model of another run ({self.metric} {value:.6g} in its round {round}); {ELSEWHERE}"
+                f"{self.path} has the model of another run ({self.metric} {value:.6g} in round {round}); {ELSEWHERE}"
             )
         if run.round == 0:
             return
