@@ -122,7 +122,8 @@ class LocalUpdate:
         step_offset: o, a constant that is added to the step of all weights, outside of the optimizer and of clipping.
 
     Raises:
-        ValueError: a number is not finite, the radius is negative, or the direction lacks a vector or does not use one.
+        ValueError: `direction` is not a Direction, a number is not finite, the radius is negative, or the direction
+            lacks a vector or does not use one.
     """
 
     direction: Direction = Direction.NONE
@@ -177,7 +178,8 @@ def _constants_of(update: LocalUpdate) -> Constants:
     """Return the constants of a LocalUpdate.
 
     Raises:
-        ValueError: for numbers that are not finite or out of range, and for fields that do not go together.
+        ValueError: for objects of other kinds, numbers that are not finite or out of range, and fields that do not go
+            together.
     """
     numbers = [getattr(update, name) for name in NUMBERS]
     names = tuple([name for name in OBJECTS if getattr(update, name) is not None])
@@ -221,7 +223,11 @@ _variant = lru_cache(maxsize=256)(StepVariant)
 
 
 def _check(c: LocalUpdate, names: Sequence[str]) -> None:
-    """Raise ValueError for numbers out of range, and for fields that do not go together."""
+    """Raise ValueError for objects of other kinds, numbers out of range, and fields that do not go together."""
+    if not isinstance(c.direction, Direction):
+        raise ValueError(f"direction must be a fed.Direction such as fed.Direction.GRADIENT, got {c.direction!r}")
+    if not isinstance(c.pilot, (Pilot, type(None))):
+        raise ValueError(f"pilot must be a fed.Pilot or None, got {c.pilot!r}")
     number("rho", c.rho, at_least=0)
     number("eta", c.eta, at_least=0)
     number("penalty", c.penalty, greater_than=0)
