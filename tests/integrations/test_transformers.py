@@ -399,5 +399,11 @@ def test_the_plain_trainer_says_that_a_pass_is_missing(tmp_path: Path) -> None:
     model = tiny_model()
     opt = FusedSAM(model.parameters(), torch.optim.AdamW, lr=0.02)
     trainer = transformers.Trainer(model=model, args=arguments(tmp_path), train_dataset=SAMPLES, optimizers=(opt, None))
-    with pytest.raises(RuntimeError, match=r"step\(\) has nothing to do: no closure"):
+    with pytest.raises(RuntimeError, match=r"step\(\) has nothing to do: no closure.*integrations.hf.SAMTrainer"):
         trainer.train()
+
+
+@pytest.mark.parametrize("name", ["rho", "adaptive"])
+def test_an_option_of_the_variant_is_refused_with_its_place(tmp_path: Path, name: str) -> None:
+    with pytest.raises(TypeError, match=rf"SAMTrainer has no option '{name}'.*variant=fastsam.SAM\({name}=...\)"):
+        SAMTrainer(tiny_model(), arguments(tmp_path), **{name: 0.1})

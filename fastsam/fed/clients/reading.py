@@ -22,7 +22,7 @@ from torch.utils.data import (
     default_collate,
 )
 
-from fastsam.fed.clients.pairs import Pair, all_finite, checked_pair, is_array
+from fastsam.fed.clients.pairs import Pair, all_finite, checked_pair, is_array, text_hint
 from fastsam.fed.clients.samples import (
     ClientDataset,
     Collate,
@@ -199,9 +199,12 @@ def _of_columns(columns: Any, label: str, dtype: torch.dtype, device: torch.devi
 
 def _tree(data: Any, label: str, dtype: torch.dtype, device: torch.device) -> ClientDataset:
     tree = move_tree(data, dtype, device)
-    wrong = [path for path, leaf in leaves(tree) if not isinstance(leaf, Tensor) or leaf.dim() == 0]
-    if wrong:
-        raise ValueError(f"{label}: {wrong[0] or 'it'} must be a tensor or an array [n, ...] of all samples")
+    for path, leaf in leaves(tree):
+        if not isinstance(leaf, Tensor) or leaf.dim() == 0:
+            kind = text_hint(leaf) or type(leaf).__name__
+            raise ValueError(
+                f"{label}: {path or 'it'} must be a tensor or an array [n, ...] of all samples, got {kind}"
+            )
     sizes = {path: len(leaf) for path, leaf in leaves(tree)}
     if len(set(sizes.values())) > 1:
         counts = ", ".join(f"{path} has {n}" for path, n in sizes.items())

@@ -61,6 +61,7 @@ NO_TEST_SET = (
 _IN_OBJECTS = {name: f"privacy=fed.Privacy({name}=...)" for name in table(Privacy)} | {
     name: f"measures=fed.NamedMeasures([...], {name}=...)" for name in table(NamedMeasures) if name != "names"
 }
+_IN_OBJECTS["rho"] = "fed.FedSAM(rho=...)"
 
 
 @suggest_option(_IN_OBJECTS)
@@ -195,7 +196,7 @@ def run(
         export_state = partial(_export, model, loop)
         listeners.start(ranks, state, directory, lambda: config or settings_of(facts, settings), export_state, identity)
         state = loop.run(state, directory, listeners)
-        nbytes = loop.nbytes(state)
+        nbytes, client_accuracies = loop.nbytes(state), loop.client_accuracies(state)
     with listeners:
         final = export_state(state)
         facts |= _summary(loop) | {"stopped": listeners.stopped, "state_megabytes": nbytes / 1e6}
@@ -206,9 +207,9 @@ def run(
                 _client_model, model, loop.view.layout, loop.personal, state, len(population.clients)
             )
         path = None if directory is None else directory.path
-        result = Result(final, state.history, facts, path, settings, client_model)
+        result = Result(final, state.history, facts, path, settings, client_model, client_accuracies)
         if directory is not None and ranks.first:
-            directory.finish(final, result.summary())
+            directory.finish(final, result.summary(), client_accuracies)
         listeners.end(result)
     return result
 

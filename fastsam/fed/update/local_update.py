@@ -35,6 +35,7 @@ import torch
 from torch import Tensor
 
 from fastsam.fed.common.checks import number
+from fastsam.fed.common.option import NamedOptions
 from fastsam.fed.update.pilot import Pilot
 from fastsam.fed.update.variant import ALONG_THE_WAY, StepVariant
 from fastsam.step import Direction, GradCoefficients
@@ -78,7 +79,7 @@ class Constants:
 
 
 @dataclass(frozen=True)
-class LocalUpdate:
+class LocalUpdate(NamedOptions):
     """The constants of the local update rule for some clients in one round.
 
     The vectors (`VECTORS`) are `[row_size]`, one for all clients, or `[n, row_size]`, a row for each client, or None,
@@ -183,7 +184,7 @@ def _constants_of(update: LocalUpdate) -> Constants:
     """
     numbers = [getattr(update, name) for name in NUMBERS]
     names = tuple([name for name in OBJECTS if getattr(update, name) is not None])
-    key = (*numbers, *map(type, numbers), names)  # with the types, because True equals 1
+    key = (*numbers, *map(type, (*numbers, update.pilot)), names)  # with the types, because True equals 1
     try:
         constants = _constants.get(key)
     except TypeError:  # a value without a hash, which the checks name
