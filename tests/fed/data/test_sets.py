@@ -26,6 +26,12 @@ def pooled_arrays(n: int = 60, classes: int = 3) -> dict[str, np.ndarray]:
     return {"x": rng.normal(size=(n, 4, 4)), "y": np.arange(n) % classes}
 
 
+def test_sets_that_people_look_for_next_to_the_digits() -> None:
+    assert [getattr(fed, name) for name in ("digits", "cifar10", "cifar100", "emnist")] == [
+        fed.data.SETS[name] for name in ("digits", "cifar10", "cifar100", "emnist")
+    ]
+
+
 def test_digits_sizes_scale_and_classes() -> None:
     data = digits()
     assert (len(data), data.classes, data.name, data.in_shape) == (50, 10, "digits", (1, 8, 8))
