@@ -33,7 +33,8 @@ test_refused = refusals(
      "Local.local_update failed before round 1: direction must be a fed.Direction such as fed.Direction.GRADIENT, got "
      "'gradient'", fed.AlgorithmError),
     (lambda: start([0.1]), r"direction must be a fed.Direction .* got \[0.1\]", fed.AlgorithmError),
-    (lambda: [fed.LocalUpdate(D.GRADIENT, pilot=fed.Pilot(1, max)), start(D.GRADIENT, pilot=3)], "pilot must be a fed.Pilot or None, got 3", fed.AlgorithmError),
+    (lambda: (fed.LocalUpdate(D.GRADIENT, pilot=fed.Pilot(1, max)), start(D.GRADIENT, pilot=3)),
+     "pilot must be a fed.Pilot or None, got 3", fed.AlgorithmError),
     # options that exclude each other
     (lambda: fed.LocalUpdate(D.PATH), "'path' takes direction_vector of the .*; direction_vector was not given"),
     (lambda: fed.LocalUpdate(D.GRADIENT, drift_weight=1.0),
