@@ -93,8 +93,8 @@ def made(e: Record) -> str:
 
 
 def check_made(record: Record, part: str, name: str, rows: Collection[str], new_made: str) -> None:
-    """Raise ValueError if a known case has times of another commit or day next to the new rows, because readers divide
-    the times of a case.
+    """Raise ValueError if a known case has times of a different commit or day next to the new rows, because readers
+    divide the times of a case.
 
     Args:
         rows: names of the new rows that have figures.

@@ -2,8 +2,8 @@
 
 They are the code that pages quote, the table of a config's keys in docs/cli.md, and the list that `fastsam reproduce
 --list` prints. A page marks a quotation by `<!-- code:PATH NAMES -->` and `<!-- /code -->`. The fenced block between
-the marks has the functions NAMES of the file PATH, or all of the file except its docstring if no name is given. It runs
-as it stands.
+the marks has the functions NAMES of the file PATH, or all of the file except its docstring if no name is given. Readers
+can run it without further imports.
 """
 
 from __future__ import annotations

@@ -98,7 +98,7 @@ class PassCheck:
         self._first_passes_left = self._steps_left = FIRST
         self._oldest: weakref.ref[Tensor] | None = None  # new tensors may have the ids of deleted ones
         self._old_marks: list[tuple[int, int]] | None = None  # None: there is nothing to compare with
-        self._weight_marks: list[tuple[int, int]] = []  # of parameters whose weights the second half restores
+        self._weight_marks: list[tuple[int, int]] = []  # marks of parameters that the second half restores
 
     def reset(self) -> None:
         """Forget the recorded gradients and weights, because the step was given up."""

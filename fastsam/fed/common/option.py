@@ -136,19 +136,18 @@ class NamedOptions:
 
     def __new__(cls, *arguments: Any, **options: Any) -> Self:
         """Raise TypeError for an unknown option, with the known ones."""
-        if unknown := options.keys() - _parameters(cls):
-            name, parameters = min(unknown), inspect.signature(cls.__init__).parameters
-            if not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
-                takes = ", ".join(list(parameters)[1:]) or "none"
-                raise TypeError(
-                    f"{cls.__name__} has no option {name!r}{nearest(name, parameters)}; its options: {takes}"
-                )
+        names = _names_of(cls.__init__)
+        if names is not None and (unknown := options.keys() - names):
+            name, takes = min(unknown), ", ".join(names[1:]) or "none"
+            raise TypeError(f"{cls.__name__} has no option {name!r}{nearest(name, names)}; its options: {takes}")
         return super().__new__(cls)
 
 
 @functools.lru_cache(maxsize=256)
-def _parameters(cls: type) -> frozenset[str]:
-    return frozenset(inspect.signature(cls.__init__).parameters)  # type: ignore[misc]
+def _names_of(function: Callable[..., Any]) -> list[str] | None:
+    """Return the names of a function's parameters, or None if it takes any keyword."""
+    parameters = inspect.signature(function).parameters
+    return None if any(p.kind is p.VAR_KEYWORD for p in parameters.values()) else list(parameters)
 
 
 def suggest_option(replacements: Mapping[str, str]) -> Callable[[Function], Function]:
@@ -165,7 +164,7 @@ def suggest_option(replacements: Mapping[str, str]) -> Callable[[Function], Func
                     names = [*parameters, *replacements]
                     found = name if name in replacements else closest(name, names)
                     hint = "" if name in replacements else nearest(name, names)
-                    hint += f": write {replacements[found]}" if found in replacements else ""
+                    hint += f": write {replacements[found]}" if found is not None and found in replacements else ""
                     raise TypeError(f"{function.__name__}() has no option {name!r}{hint}")
             return function(*arguments, **options)
 

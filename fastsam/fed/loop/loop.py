@@ -264,7 +264,7 @@ class Loop:
         if self.ranks.first and self.evaluator.client_accuracies is None:  # no round was left
             self._evaluate(state)
         values = self.ranks.broadcast(self.evaluator.client_accuracies)
-        return list(map(values.get, range(self.evaluator.num_clients)))
+        return None if values is None else list(map(values.get, range(self.evaluator.num_clients)))
 
     def _own_models(self, state: RunState, personal: ClientModels) -> Iterator[nn.Module]:
         """Yield the model of every client, one after the other in the same module."""

@@ -339,7 +339,7 @@ class RunDirectory:
     def finish(
         self, model: nn.Module, summary: Mapping[str, Any], client_accuracies: Sequence[float | None] | None
     ) -> None:
-        """Write the final model, the summary and, if there are any, the accuracies of the clients."""
+        """Write the final model, the summary and the accuracies of the clients, unless they are None."""
         if client_accuracies is not None:
             rows = ["client,accuracy", *(f"{i},{'' if x is None else x}" for i, x in enumerate(client_accuracies))]
             write_bytes(self.path / "clients.csv", "".join(f"{row}\n" for row in rows).encode())

@@ -29,7 +29,7 @@ class Result:
         run_dir: the run directory, or None.
         settings: the options of the run.
         client_accuracies: per-client accuracy at the end, a list by client id, None for a client without test samples;
-            None if the run has no accuracies over clients. Of the client's own model, if it has one.
+            None if the run has no accuracies over clients. Clients with own models are tested with these models.
     """
 
     def __init__(

@@ -323,7 +323,7 @@ def test_the_best_model_of_another_run_is_neither_replaced_nor_kept_for_this_one
     old_bytes = path.read_bytes()
     words = f"best.safetensors has the model of another run.*round {first.round}.*choose another path"
     start(tmp_path / "second", rounds=2, **options)
-    for more in ({}, {"resume": True}):  # a new run, and one that goes on
+    for more in ({}, {"resume": True}):  # a new run, and a resumed run
         directory = tmp_path / ("second" if more else "third")
         with pytest.raises(fed.CallbackError, match=words):
             start(directory, callbacks=[SaveBest(path, "test_loss")], **more, **options)
