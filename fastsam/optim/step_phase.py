@@ -218,7 +218,8 @@ def _trainer_hint() -> str:
     """Return the end of a message that names the trainer with two passes, if transformers' `Trainer` is a caller."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        if frame.f_globals.get("__name__") == "transformers.trainer":
+        kinds = [kind.__name__ for kind in type(frame.f_locals.get("self")).__mro__]
+        if frame.f_globals.get("__name__") == "transformers.trainer" and "SAMTrainerMixin" not in kinds:
             return ". The Trainer of transformers makes one pass. Take fastsam.integrations.hf.SAMTrainer"
         frame = frame.f_back
     return ""
