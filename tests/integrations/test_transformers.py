@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 import fastsam
 from fastsam import FusedSAM
-from fastsam.fed.executors.stacked_masks import advice
 from fastsam.integrations import hf as integration
 from fastsam.integrations.accelerate import unwrap_optimizer
 from fastsam.integrations.hf import SAMTrainerMixin
@@ -42,20 +41,6 @@ def tiny_model(dropout: float = 0.0) -> nn.Module:
         max_position_embeddings=8, hidden_dropout_prob=dropout, attention_probs_dropout_prob=dropout,
     )  # fmt: skip
     return transformers.BertForSequenceClassification(config)
-
-
-@pytest.mark.parametrize("attention", ["eager", "sdpa"])
-def test_the_mask_that_vmap_advises_is_the_mask_of_the_tokenizer(attention: str) -> None:
-    model = tiny_model().eval()
-    model.set_attn_implementation(attention)
-    with torch.no_grad():
-        for p in model.parameters():
-            p *= 20  # the first weights are so small that no mask changes much
-    words, present = torch.randint(1, 16, (4, 6)), (torch.arange(6) < torch.tensor([[3], [6], [2], [5]])).long()
-    expression = advice(RuntimeError("data-dependent control flow")).rpartition(": ")[2]
-    mask = eval(expression, {"torch": torch, "batch": {"attention_mask": present}})
-    expected = model(input_ids=words, attention_mask=present).logits
-    torch.testing.assert_close(model(input_ids=words, attention_mask=mask).logits, expected)
 
 
 def arguments(folder: Path, **settings: Any) -> Any:
@@ -401,9 +386,3 @@ def test_the_plain_trainer_says_that_a_pass_is_missing(tmp_path: Path) -> None:
     trainer = transformers.Trainer(model=model, args=arguments(tmp_path), train_dataset=SAMPLES, optimizers=(opt, None))
     with pytest.raises(RuntimeError, match=r"step\(\) has nothing to do: no closure.*integrations.hf.SAMTrainer"):
         trainer.train()
-
-
-@pytest.mark.parametrize("name", ["rho", "adaptive"])
-def test_an_option_of_the_variant_is_refused_with_its_place(tmp_path: Path, name: str) -> None:
-    with pytest.raises(TypeError, match=rf"SAMTrainer has no option '{name}'.*variant=fastsam.SAM\({name}=...\)"):
-        SAMTrainer(tiny_model(), arguments(tmp_path), **{name: 0.1})
