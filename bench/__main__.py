@@ -68,7 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     torch.set_num_threads(1)
     end, folder = time.monotonic() + options.seconds, options.out or _new_directory()
     record = records.new(options.question, options.device, options.quick, environment.command_line("bench"))
-    path = folder / f"{records.name_of(record)}.json"
+    path, made = folder / f"{records.name_of(record)}.json", records.made(record["environment"])
     if options.add and path.exists():
         try:
             record = records.join(records.read(path), record)
@@ -81,6 +81,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         missing_rows = set(case.rows) - {row["name"] for row in old_rows if not records.has_failed(row)}
         if options.add and case.rows and not missing_rows:
             continue
+        try:
+            records.check_made(record, case.part, case.name, case.rows, made)
+        except ValueError as error:
+            raise SystemExit(str(error)) from error
         seconds_left = end - time.monotonic()
         if seconds_left < 0:
             record["left_out"].append(case.name)
@@ -92,7 +96,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             record["left_out"] = [name for name in record["left_out"] if name != case.name]
             for one in [result] if isinstance(result, dict) else result:
                 case_record = {"part": case.part, "name": case.name, "title": case.name, **one}
-                records.add(record, case_record)
+                records.add(record, case_record, made)
                 case_records.append(case_record)
                 print(report.case_text(case_record), flush=True)
                 records.write(record, path)

@@ -1,12 +1,13 @@
 """The record of a measurement: where and how it was made, and cases with a row per contender.
 
 A record is JSON with `kind`, `device`, `environment`, `added` (later commands), `cases` and `left_out`. A case has a
-part, a name, a title, facts and `rows`. A row has a name and figures: numbers, or summaries (median and quartiles).
-A row without figures says why: `problem` (it failed or was wrong) or `absent` (it cannot run here).
+part, a name, a title, facts, its commit and day (`made`) and `rows`. A row has a name and figures: numbers, or
+summaries (median and quartiles). A row without figures says why: `problem` (it failed or was wrong) or `absent` (it
+cannot run here).
 """
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ RESULTS = ROOT / "bench" / "results"
 KINDS = ("step", "variants", "kernels", "federated", "accuracy", "evidence", "ncu", "decide")
 FORMAT = "fastsam.bench.{}/2"
 HOW = ("command", "date", "commit")
+UNTIMED = ("accuracy", "accuracy-cuda", "evidence", "evidence-cuda")  # their figures do not depend on the day
 
 Record = Mapping[str, Any]
 Row = Mapping[str, Any]
@@ -84,9 +86,42 @@ def find(record: Record, case: Record) -> dict[str, Any] | None:
     return next(matches, None)
 
 
-def add(record: dict[str, Any], case: dict[str, Any]) -> None:
-    """Add a case. Rows of a known case are added or replaced, but a failure does not replace figures."""
+def made(e: Record) -> str:
+    """Return the commit and the day of an environment."""
+    changes = "+changes" if e["commit"].endswith("+changes") else ""
+    return f"commit {e['commit'][:12]}{changes} on {e['date'][:10]}"
+
+
+def check_made(record: Record, part: str, name: str, rows: Collection[str], new_made: str) -> None:
+    """Raise ValueError if a known case has times of a different commit or day next to the new rows, because readers
+    divide the times of a case.
+
+    Args:
+        rows: names of the new rows that have figures.
+        new_made: commit and day of the new rows.
+    """
+    old_case = find(record, {"part": part, "name": name})
+    if old_case is None or name_of(record) in UNTIMED:
+        return
+    old_made = old_case.get("made", made(record["environment"]))
+    remaining = [row["name"] for row in old_case["rows"] if not has_failed(row) and row["name"] not in rows]
+    if remaining and rows and old_made != new_made:
+        raise ValueError(
+            f"{part}/{name}: rows of {old_made} and of {new_made} cannot be in one table, because their times would be "
+            f"divided. Measure {', '.join(remaining)} and the new rows in one call, or leave one of the files out"
+        )
+
+
+def add(record: dict[str, Any], case: dict[str, Any], new_made: str | None = None) -> None:
+    """Add a case. Rows of a known case are added or replaced, but a failure does not replace figures.
+
+    `new_made` is the commit and the day of the case, by default of the record. Raises ValueError as `check_made` does.
+    """
+    new_made = made(record["environment"]) if new_made is None else new_made
+    names = [row["name"] for row in case["rows"] if not has_failed(row)]
+    check_made(record, case["part"], case["name"], names, new_made)
     old_case = find(record, case)
+    case = case | {"made": new_made}
     if old_case is None:
         record["cases"].append(case)
         return
@@ -98,7 +133,11 @@ def add(record: dict[str, Any], case: dict[str, Any]) -> None:
 
 
 def join(record: dict[str, Any], new_record: Record) -> dict[str, Any]:
-    """Add the cases of a later record. Raises ValueError if the two were not made on like machines."""
+    """Add the cases of a later record.
+
+    Raises ValueError if the two were not made on like machines, or if a case would have rows of different commits or
+    days.
+    """
     old_facts, new_facts = (
         f"{e['machine']['cores']} cores of {e['machine']['cpu']}, {', '.join(e['machine'].get('gpus', ['no GPU']))}, "
         f"torch {e['versions']['torch']}{', quick' * one['quick']}"
@@ -110,5 +149,5 @@ def join(record: dict[str, Any], new_record: Record) -> dict[str, Any]:
     record["added"] += [{key: new_record["environment"][key] for key in HOW}, *new_record["added"]]
     record["left_out"] = [*record["left_out"], *new_record["left_out"]]
     for case in new_record["cases"]:
-        add(record, case)
+        add(record, case, case.get("made", made(new_record["environment"])))
     return record

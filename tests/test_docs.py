@@ -18,7 +18,7 @@ from tests.helpers.pages import AFTER_THE_FIRST, IN_TURN, PAGES, Block, blocks, 
 from tools import generated
 
 MOST_ROUNDS = 2  # rounds of a federated run: the code is tested, not its results
-PYTHON = [block for page in PAGES for block in blocks(page) if block.language == "python" and not block.quoted]
+PYTHON = [block for page in PAGES for block in blocks(page) if block.language == "python"]
 
 
 def cases() -> Iterator[tuple[str, list[Block]]]:

@@ -2,7 +2,8 @@
 
 They are the code that pages quote, the table of a config's keys in docs/cli.md, and the list that `fastsam reproduce
 --list` prints. A page marks a quotation by `<!-- code:PATH NAMES -->` and `<!-- /code -->`. The fenced block between
-the marks has the functions NAMES of the file PATH, or all of the file except its docstring if no name is given.
+the marks has the functions NAMES of the file PATH, or all of the file except its docstring if no name is given. Readers
+can run it without further imports.
 """
 
 from __future__ import annotations
@@ -45,13 +46,14 @@ def _parts(text: str) -> dict[str, str]:
 def quote_code(path: str, *names: str) -> str:
     """Return the source of the functions `names` of a file, or all code of the file without `names`.
 
-    The formatter's marks are left out.
+    The formatter's marks are left out. Functions come after an import of the file's names, so that they can be copied.
     """
     text = (ROOT / path).read_text().replace("  # fmt: skip", "")
     nodes = {getattr(node, "name", ""): node for node in ast.parse(text).body}
     if not names:
         return text.split('"""', 2)[2].strip()
-    return "\n\n\n".join(ast.get_source_segment(text, nodes[name]) or "" for name in names)
+    header = f"from {path.removesuffix('.py').replace('/', '.')} import *"
+    return "\n\n\n".join([header, *(ast.get_source_segment(text, nodes[name]) or "" for name in names)])
 
 
 def key_table() -> str:

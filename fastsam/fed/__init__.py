@@ -43,7 +43,7 @@ from fastsam.fed.callbacks import Callback, CallbackError, Stop
 from fastsam.fed.clients.batch_loss import BatchLoss
 from fastsam.fed.clients.lazy import LazyClients
 from fastsam.fed.clients.prepare import ClientTestSets
-from fastsam.fed.data import FederatedData, digits, dirichlet, iid, split
+from fastsam.fed.data import FederatedData, cifar10, cifar100, digits, dirichlet, emnist, iid, split
 from fastsam.fed.executors import ClientError
 from fastsam.fed.finetune import finetune
 from fastsam.fed.loop.contract import AlgorithmError
@@ -78,9 +78,12 @@ __all__ = [
     "TorchSchedule",
     "algorithms",
     "callbacks",
+    "cifar10",
+    "cifar100",
     "digits",
     "dirichlet",
     "divergence",
+    "emnist",
     "finetune",
     "iid",
     "lr_sum",

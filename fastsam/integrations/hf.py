@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
@@ -39,11 +40,17 @@ class SAMTrainerMixin(Base):
             `optimizers=(FusedSAM(...), None)` or `optimizer_cls_and_kwargs=(FusedSAM, {...})`.
 
     Raises:
+        TypeError: For an option of the variant, such as `rho`.
         ValueError: If both `variant` and an optimizer are given. As the training starts, for DeepSpeed and for an
             optimizer that is neither a FusedSAM nor a possible base of one.
     """
 
     def __init__(self, *arguments: Any, variant: SAM | None = None, **options: Any) -> None:
+        for name in options.keys() & {option.name for option in fields(SAM)}:
+            raise TypeError(
+                f"{type(self).__name__} has no option {name!r}, which belongs to the variant. Pass "
+                f"variant=fastsam.SAM({name}=...)"
+            )
         super().__init__(*arguments, **options)
         if variant is not None and (self.optimizer is not None or self.optimizer_cls_and_kwargs is not None):
             raise ValueError(

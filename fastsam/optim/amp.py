@@ -56,11 +56,14 @@ class GradScalerTracker:
             if state is not None and getattr(state.get("stage"), "name", "") == "UNSCALED":
                 raise RuntimeError(MESSAGE)
 
-    def observe(self, grad_scale: Tensor | None, sumsq: Tensor | None, groups: Sequence[dict[str, Any]]) -> None:
+    def observe(
+        self, grad_scale: Tensor | None, found_inf: Tensor, sumsq: Tensor | None, groups: Sequence[dict[str, Any]]
+    ) -> None:
         """Record the scaler of this step.
 
         Args:
             grad_scale: scale of the gradients, None if the scaler has unscaled gradients since its last update.
+            found_inf: not 0 if the scaler has found inf or NaN, so that the step updates nothing.
             sumsq: squared norm of the first gradients.
             groups: parameter groups.
         """
@@ -70,7 +73,7 @@ class GradScalerTracker:
         self._scaler = _calling_scaler()
         scaler = None if self._scaler is None else self._scaler()
         if grad_scale is None and scaler is not last_scaler:
-            _check_unscaled(scaler, sumsq, [p.grad for p in parameters_of(groups) if p.grad is not None])
+            _check_unscaled(scaler, found_inf, sumsq, [p.grad for p in parameters_of(groups) if p.grad is not None])
 
     @property
     def scale(self) -> Tensor | None:
@@ -106,13 +109,16 @@ def _calling_scaler() -> weakref.ref[GradScaler] | None:
     return None
 
 
-def _check_unscaled(scaler: GradScaler | None, sumsq: Tensor | None, grads: Sequence[Tensor]) -> None:
-    """Check the one step before which the scaler was not known, and wait for the device.
+def _check_unscaled(
+    scaler: GradScaler | None, found_inf: Tensor, sumsq: Tensor | None, grads: Sequence[Tensor]
+) -> None:
+    """Check the one step before which the scaler was not known, and wait for the device. A step that updates nothing
+    needs no check.
 
     Raises RuntimeError if the second gradient, which is unscaled, is longer than the first, which must not be.
     """
     if scaler is None or sumsq is None or not grads or scaler.get_scale() < MIN_SCALE:
         return
     second = torch.nn.utils.get_total_norm(grads)
-    if bool((second.double() > sumsq.sqrt()).item()):
+    if bool(((found_inf == 0) & (second.double() > sumsq.sqrt())).item()):
         raise RuntimeError(MESSAGE)

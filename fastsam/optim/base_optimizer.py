@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from difflib import get_close_matches
 from typing import Any
 
 import torch
@@ -13,6 +12,7 @@ from torch.optim import Optimizer
 
 from fastsam.optim.hparams import NUMBERS, OWN_OPTIONS, check_number
 from fastsam.optim.parameters import parameters_of
+from fastsam.optim.suggestions import suggestion
 from fastsam_kernels.rules import RULES
 
 CONSTRUCTOR_OPTIONS = (
@@ -27,12 +27,6 @@ CONSTRUCTOR_OPTIONS = (
     "optimizer_in_backward",
     "variant",
 )
-# Names of torch's options in other libraries.
-FOREIGN_NAMES = {
-    "learning_rate": "lr", "step_size": "lr", "wd": "weight_decay", "decay": "weight_decay", "l2": "weight_decay",
-    "mom": "momentum",
-    "beta": "betas", "beta1": "betas", "beta2": "betas", "beta_1": "betas", "beta_2": "betas",
-}  # fmt: skip
 
 
 def make_base(factory: Callable[..., Optimizer], groups: list[dict[str, Any]], options: dict[str, Any]) -> Optimizer:
@@ -121,13 +115,10 @@ def _check_known(factory: Callable[..., Optimizer], options: dict[str, Any]) -> 
     for name in options:
         if name not in parameters:
             names = [*list(parameters)[1:], *CONSTRUCTOR_OPTIONS]  # the first are the parameters
-            translation = FOREIGN_NAMES.get(name.lower())
-            close = [translation] if translation in names else get_close_matches(name.lower(), names, n=1, cutoff=0.8)
-            hint = f"; did you mean {close[0]}?" if close else ""
             base = getattr(factory, "__name__", "the base optimizer")
             raise TypeError(
                 f"unexpected keyword {name!r}: neither FusedSAM nor {base} has such an option (there are "
-                f"{', '.join(names)}){hint}"
+                f"{', '.join(names)}){suggestion(name, names)}"
             )
 
 

@@ -25,7 +25,7 @@ from torch.optim import Optimizer
 
 from fastsam.optim import amp, in_backward, parameters
 from fastsam.optim.base_optimizer import make_base, options_of_base
-from fastsam.optim.grad_checks import AccumulationCheck, ClipCheck, SecondPassCheck
+from fastsam.optim.grad_checks import EMPTY_CLOSURE, EMPTY_FIRST_STEP, AccumulationCheck, ClipCheck, PassCheck
 from fastsam.optim.hparams import LossScales, check_flag, check_group
 from fastsam.optim.one_pass import make_engine
 from fastsam.optim.param_tracking import WeightState
@@ -149,7 +149,7 @@ class FusedSAM(StateDictMixin):
             self._engine.in_backward = in_backward.InBackwardHooks()
         self._scaler_tracker = amp.GradScalerTracker()
         self._accumulation_check, self._clip_check = AccumulationCheck(), ClipCheck()
-        self._second_pass_check = SecondPassCheck()
+        self._pass_check = PassCheck()
         self._running_stats = RunningStatsFreezer(model)
         self._share_groups()
         self._check_parameters()
@@ -219,6 +219,7 @@ class FusedSAM(StateDictMixin):
         engine = self._engine
         with torch.enable_grad():
             loss = self._pass(closure, engine.weight_state)  # between steps
+            self._pass_check.warn_without_gradient(self.param_groups, EMPTY_CLOSURE, 6)
             if engine.plan.perturbs_every_step or engine.perturbs:
                 self._perturb(None, clears_grads=True)
                 self._pass(closure, WeightState.PERTURBED)
@@ -261,11 +262,12 @@ class FusedSAM(StateDictMixin):
         engine.in_closure = engine.is_finishing = False  # which an interrupt may have left
         self._accumulation_check.reset()
         self._scaler_tracker.check_not_unscaled(self)
+        self._pass_check.warn_without_gradient(self.param_groups, EMPTY_FIRST_STEP, 3)
         graph = torch.is_grad_enabled()
         try:
             self._perturb(None if engine.plan.is_plain_sam else self._scaler_tracker.scale, zero_grad)
             if engine.weight_state is WeightState.PERTURBED and engine.in_backward is None:
-                self._second_pass_check.record(self.param_groups, is_cleared=zero_grad)
+                self._pass_check.record(self.param_groups, zero_grad, engine.perturbs)
             if zero_grad:
                 self.zero_grad()
         except BaseException:
@@ -313,7 +315,7 @@ class FusedSAM(StateDictMixin):
         grad_scale, found_inf = self.__dict__.get("grad_scale"), self.__dict__.get("found_inf")
         found_inf = found_inf if isinstance(found_inf, Tensor) else None  # 0 when no parameter has a gradient
         level = 6 if engine.is_finishing else 5
-        self._second_pass_check.warn(self.param_groups, level)
+        self._pass_check.warn(self.param_groups, level)
         grads, scales = engine.collect_grads(), NO_SCALES
         if found_inf is None and engine.plan.combines_grads:
             self._clip_check.warn(self.param_groups[0]["params"], type(engine.variant).__name__, level)
@@ -323,7 +325,7 @@ class FusedSAM(StateDictMixin):
             if engine.in_backward is not None and engine.in_backward.updated_slots:
                 raise RuntimeError(in_backward.SCALED)
             sumsq = engine.sumsq if engine.perturbs else None  # squared norm of this step's first gradients
-            tracker.observe(grad_scale, sumsq, self.param_groups)
+            tracker.observe(grad_scale, found_inf, sumsq, self.param_groups)
             scales = LossScales(tracker.scale if grad_scale is None else grad_scale, grad_scale)
         engine.update(grads, scales, found_inf, self.skip_nonfinite)
 
@@ -373,7 +375,7 @@ class FusedSAM(StateDictMixin):
 
     def _recover(self) -> None:
         """Restore the weights and update running statistics again, at any moment of a step."""
-        self._second_pass_check.reset()
+        self._pass_check.reset()
         try:
             self._engine.abort_step()
         finally:

@@ -1,7 +1,8 @@
 """Warnings about the gradients of a step.
 
-`AccumulationCheck` finds gradients that `step(closure)` would clear. `SecondPassCheck` finds a second backward pass
-that is missing. `ClipCheck` finds gradients that are clipped by hand, with a variant that combines both gradients.
+`AccumulationCheck` finds gradients that `step(closure)` would clear. `PassCheck` finds a backward pass that is missing,
+and weights that are written between the halves of a step. `ClipCheck` finds gradients that are clipped by hand, with a
+variant that combines both gradients.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
-from fastsam.optim.param_guard import Groups
+from fastsam.optim.param_guard import Groups, any_gradient
 from fastsam.optim.parameters import parameters_of
 from fastsam.optim.sharded import is_dtensor, to_local
 
@@ -27,6 +28,19 @@ ACCUMULATED = (
     "micro-batches, run all of them inside the closure, or call first_step(zero_grad=True) after the backward passes "
     "of all and second_step(zero_grad=True) after theirs once more. Without accumulation, leave out the backward pass "
     "before step(closure)"
+)
+EMPTY_CLOSURE = (
+    "the closure made no gradient, so this step trains nothing. The closure must compute the loss, call "
+    "loss.backward() and return the loss"
+)
+EMPTY_FIRST_STEP = (
+    "first_step() found no gradient, so it perturbs nothing. Call loss.backward() before first_step(), and zero_grad() "
+    "before loss.backward()"
+)
+WRITTEN = (
+    "parameters {} were written between first_step() and second_step(), for example by the step() of another "
+    "optimizer. second_step() restores the weights from before first_step(), so what was written is lost. Make other "
+    "steps before first_step() or after second_step()"
 )
 NO_SECOND_PASS = (
     "the gradients have not changed since first_step(). The second backward pass is missing: call loss.backward() at "
@@ -74,37 +88,65 @@ class AccumulationCheck:
             warnings.warn(ACCUMULATED, UserWarning, stacklevel=5)
 
 
-class SecondPassCheck:
-    """Check that a backward pass was made between the two halves of a step, in the first steps."""
+class PassCheck:
+    """Check that the passes of a step make gradients, and that only they come between its halves, in the first steps.
+
+    It compares identities and versions, and keeps no gradient alive.
+    """
 
     def __init__(self) -> None:
-        self._steps_left = FIRST
+        self._first_passes_left = self._steps_left = FIRST
         self._oldest: weakref.ref[Tensor] | None = None  # new tensors may have the ids of deleted ones
         self._old_marks: list[tuple[int, int]] | None = None  # None: there is nothing to compare with
+        self._weight_marks: list[tuple[int, int]] = []  # marks of parameters that the second half restores
 
     def reset(self) -> None:
-        """Forget the recorded gradients, because the step was given up."""
-        self._old_marks = None
+        """Forget the recorded gradients and weights, because the step was given up."""
+        self._old_marks, self._weight_marks = None, []
 
-    def record(self, groups: Groups, is_cleared: bool) -> None:
-        """Record the gradients at the end of a first half, before they are cleared if `is_cleared`."""
-        self._old_marks = None
+    def warn_without_gradient(self, groups: Groups, message: str, stacklevel: int) -> None:
+        """Warn once if the first pass of a step left no gradient."""
+        if not self._first_passes_left or torch.compiler.is_compiling():
+            return
+        self._first_passes_left -= 1
+        if not any_gradient(parameters_of(groups)):
+            self._first_passes_left = 0
+            warnings.warn(message, UserWarning, stacklevel)
+
+    def record(self, groups: Groups, is_cleared: bool, is_perturbed: bool) -> None:
+        """Record gradients and weights at the end of a first half.
+
+        Args:
+            is_cleared: the gradients are cleared next.
+            is_perturbed: the weights were saved, and are restored in the second half.
+        """
+        self.reset()
         if not self._steps_left or torch.compiler.is_compiling():
             return
         self._steps_left -= 1
-        grads = [g for p in parameters_of(groups) if (g := p.grad) is not None]
+        params = parameters_of(groups)
+        grads = [g for p in params if (g := p.grad) is not None]
         if grads:
             self._oldest = None if is_cleared else weakref.ref(grads[0])
             self._old_marks = [] if is_cleared else _local_marks(grads)
+        if is_perturbed and not any(map(is_dtensor, params)):
+            self._weight_marks = _marks(params)
 
     def warn(self, groups: Groups, stacklevel: int) -> None:
-        """Warn once if the gradients are still the recorded ones."""
+        """Warn once if the gradients are still the recorded ones, or if weights were written."""
         if torch.compiler.is_compiling():
             return
-        old_marks, self._old_marks = self._old_marks, None
+        old_marks, weight_marks = self._old_marks, self._weight_marks
+        self.reset()
+        params = parameters_of(groups) if old_marks is not None or weight_marks else []
+        versions = dict(_marks(params)) if weight_marks else {}
+        written = [i for i, (p, version) in enumerate(weight_marks) if versions.get(p, version) != version]
+        if written:
+            self._steps_left = 0
+            warnings.warn(WRITTEN.format(written), UserWarning, stacklevel)
         if old_marks is None:
             return
-        grads = [g for p in parameters_of(groups) if (g := p.grad) is not None]
+        grads = [g for p in params if (g := p.grad) is not None]
         is_replaced = self._oldest is not None and self._oldest() is None
         if not is_replaced and _local_marks(grads) == old_marks:
             self._steps_left = 0

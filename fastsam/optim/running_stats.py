@@ -33,7 +33,7 @@ class RunningStatsFreezer:
     def __init__(self, model: Model | None, frozen: Sequence[FrozenLayer] = ()) -> None:
         """Begin with the layers `frozen`, which are not empty if the optimizer is a copy that was made between the
         passes."""
-        several = isinstance(model, Iterable) and not isinstance(model, nn.Module)
+        several = isinstance(model, Iterable) and not isinstance(model, (nn.Module, str))
         modules: list[Any] = list(model) if several else [] if model is None else [model]  # type: ignore[arg-type]
         for module in modules:
             if not isinstance(module, nn.Module):

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from fastsam.optim.amp import GradScalerTracker
 from fastsam.optim.base_optimizer import unhooked_step
-from fastsam.optim.grad_checks import AccumulationCheck, ClipCheck, SecondPassCheck
+from fastsam.optim.grad_checks import AccumulationCheck, ClipCheck, PassCheck
 from fastsam.optim.one_pass import make_engine
 from fastsam.optim.param_groups import ParamGroupsMixin
 from fastsam.optim.param_tracking import WeightState
@@ -48,7 +48,7 @@ class StateDictMixin(StepPhaseMixin, ParamGroupsMixin):
     _scaler_tracker: GradScalerTracker
     _accumulation_check: AccumulationCheck
     _clip_check: ClipCheck
-    _second_pass_check: SecondPassCheck
+    _pass_check: PassCheck
     _running_stats: RunningStatsFreezer
 
     def state_dict(self) -> dict[str, Any]:
@@ -145,7 +145,7 @@ class StateDictMixin(StepPhaseMixin, ParamGroupsMixin):
         self._scaler_tracker = GradScalerTracker(state["scale"])
         self._accumulation_check, self._clip_check = AccumulationCheck(), ClipCheck()
         self._accumulation_check.reset()
-        self._second_pass_check = SecondPassCheck()
+        self._pass_check = PassCheck()
         self._follow_modules()
 
     def _make_initial_state(self) -> None:

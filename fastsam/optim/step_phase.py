@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from numbers import Real
+from types import FrameType
 from typing import Any, Literal
 
 from torch import Tensor, nn
@@ -186,7 +188,7 @@ class StepPhaseMixin:
 
     def _require(self, phase: WeightState, problem: str, remedy: str) -> None:
         if self._engine.weight_state is not phase:
-            raise RuntimeError(f"{problem}; {remedy}")
+            raise RuntimeError(f"{problem}; {remedy}{_trainer_hint()}")
 
     def _is_observed(self) -> bool:
         """Return True if a hook or a profiler looks at the step."""
@@ -216,6 +218,17 @@ class StepPhaseMixin:
             problem = "step(closure) between first_step() and second_step()"
             self._require(WeightState.ORIGINAL, problem, "call second_step(), or restore() first")
             amp.check_no_closure(self)
+
+
+def _trainer_hint() -> str:
+    """Return the end of a message that names the trainer with two passes, if transformers' `Trainer` is a caller."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        kinds = [kind.__name__ for kind in type(frame.f_locals.get("self")).__mro__]
+        if frame.f_globals.get("__name__") == "transformers.trainer" and "SAMTrainerMixin" not in kinds:
+            return ". The Trainer of transformers makes one pass. Take fastsam.integrations.hf.SAMTrainer"
+        frame = frame.f_back
+    return ""
 
 
 class _Train:

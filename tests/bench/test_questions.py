@@ -110,6 +110,11 @@ def test_a_run_adds_what_a_file_lacks_and_ends_in_time(
     assert "no time left for inner-50k-flat" in capsys.readouterr().out
     assert command.main([*run, "inner-50k-flat"]) == 0
     assert records.read(path)["left_out"] == []
+    text = path.read_text()
+    path.write_text(text.replace('"reference"', '"native"').replace(record["cases"][0]["made"], "commit 0 yesterday"))
+    with pytest.raises(SystemExit, match="ops/norm-50k-flat: rows of commit 0 yesterday and of commit"):
+        command.main([*run, "norm-50k-flat"])
+    path.write_text(text)
     with pytest.raises(SystemExit, match="cannot be added"):
         command.main([word for word in run if word != "--quick"] + ["norm-50k-flat"])
 

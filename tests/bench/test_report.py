@@ -1,6 +1,7 @@
 """The writer of tables and pages: pages have the numbers of the files, and every figure has its place."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -148,6 +149,43 @@ def test_tables_of_a_gpu(tmp_path: Path) -> None:
     assert "| **native** | 0.50 | 3.0 µs | 0.50 | 2.0 µs | 0.50 | 0.50 | 3 | 30.0 µs | 35.0 µs | 8.0 |" in text
     assert "Not measured: triton: it raised." in text
     assert [path.name for path in plots.draw(record, tmp_path)] == ["roofline-cuda.png"]
+
+
+def made(record: dict[str, Any], **facts: str) -> dict[str, Any]:
+    """Return the record as if it had been made at another commit or on another day."""
+    return {**record, "environment": {**record["environment"], **facts}}
+
+
+LATER = {"day": {"date": "2031-02-04T00:00:00+00:00"}, "commit": {"commit": "fedcba9876543210"}}
+
+
+@pytest.mark.parametrize("facts", LATER.values(), ids=LATER)
+def test_rows_of_other_days_and_commits_are_not_put_into_one_ratio(
+    facts: dict[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    loop, ours = {"name": "loop", "seconds": 2.0}, {"name": "ours", "seconds": 1.0}
+    first = record_of("federated", case("gpu", loop, title="by clients"))
+    later = [
+        made(record_of("federated", case("gpu", *rows, title=title)), **facts)
+        for rows, title in (([ours], "by clients"), ([ours], "by samples"), ([loop, ours], "by clients"))
+    ]
+    for name, record in zip(("first", "ours", "other_case", "both"), (first, *later), strict=True):
+        (tmp_path / f"{name}.json").write_text(json.dumps(record))
+
+    def join(*names: str) -> int:
+        return report.main([str(tmp_path / f"{name}.json") for name in names])
+
+    words = f"gpu/by clients: rows of commit 0123456789ab.changes on 2031-02-03 .*{next(iter(facts.values()))[:10]}"
+    for names in (("first", "ours"), ("first", "other_case", "ours"), ("ours", "first")):
+        assert join(*names) == 1
+    assert re.search(words, capsys.readouterr().err)
+    assert join("first", "other_case") == join("first", "both", "ours") == 0
+
+
+def test_accuracies_of_other_days_are_joined() -> None:
+    first, second = (record_of("accuracy", case("accuracy", {"name": name, "steps": {}})) for name in ("SAM", "GSAM"))
+    record = records.join(first, made(second, **LATER["day"]))
+    assert [row["name"] for row in records.rows(record)] == ["SAM", "GSAM"]
 
 
 def test_calls_add_up(tmp_path: Path) -> None:

@@ -16,7 +16,6 @@ AFTER_THE_FIRST = "The other Python blocks of this page run after this one."
 IN_TURN = "The Python blocks of this page go on from each other."
 _FENCE = re.compile(r"^( *)(`{3,}|~{3,})\s*(\S*)")
 _NOT_RUN = re.compile(r"<!-- not run: (.+?) -->")
-_QUOTED = re.compile(r"<!-- code:.+? -->")
 _PROGRAMS = ("fastsam", "make", "pip", "python", "torchrun")
 
 
@@ -27,7 +26,6 @@ class Block:
     Attributes:
         line (int): number of its first line of code, from 1.
         left_out: the reason that the page gives for not running it.
-        quoted (bool): True if it is quoted from the package (tools/generated.py) and tested there.
     """
 
     page: str
@@ -35,7 +33,6 @@ class Block:
     language: str
     code: str
     left_out: str | None = None
-    quoted: bool = False
 
     def __str__(self) -> str:
         return f"{self.page}:{self.line}"
@@ -59,7 +56,7 @@ def blocks(page: str) -> Iterator[Block]:
     """Yield the fenced blocks, in the order of the page."""
     fence_start: tuple[str, str, str, int] | None = None
     code: list[str] = []
-    reason, is_quoted = None, False
+    reason = None
     for number, line in enumerate(text_of(page).splitlines(), 1):
         fence = _FENCE.match(line)
         if fence_start is None:
@@ -68,11 +65,10 @@ def blocks(page: str) -> Iterator[Block]:
             elif line.strip():
                 match = _NOT_RUN.fullmatch(line.strip())
                 reason = match[1] if match else None
-                is_quoted = _QUOTED.fullmatch(line.strip()) is not None
         elif fence and fence[2].startswith(fence_start[1]) and not fence[3]:
             text = textwrap.dedent("\n".join(code)) + "\n"
-            yield Block(page, fence_start[3], fence_start[2], text, reason, is_quoted)
-            fence_start, reason, is_quoted = None, None, False
+            yield Block(page, fence_start[3], fence_start[2], text, reason)
+            fence_start, reason = None, None
         else:
             code.append(line)
 

@@ -1,4 +1,5 @@
-"""Trainers that clip: with a variant that combines both gradients, the optimizer clips in their place."""
+"""Trainers without their libraries. With a variant that combines both gradients, the optimizer clips in their place.
+Errors name the trainer and the place of an option."""
 
 import math
 from types import SimpleNamespace
@@ -40,6 +41,21 @@ def test_transformers(variant: SAM, combines: bool) -> None:
     trainer._clip_grad_norm(model)
     assert opt.max_grad_norm == (0.5 if combines else None)
     assert trainer.limits == [math.inf if combines else 0.5]
+
+
+@pytest.mark.parametrize("name", ["rho", "adaptive"])
+def test_an_option_of_the_variant_is_refused_with_its_place(name: str) -> None:
+    trainer: Any = type("SAMTrainer", (SAMTrainerMixin, Trainer), {})
+    with pytest.raises(TypeError, match=rf"SAMTrainer has no option '{name}'.*variant=fastsam.SAM\({name}=...\)"):
+        trainer(None, **{name: 0.1})
+
+
+def test_a_plain_trainer_is_told_of_the_one_with_two_passes() -> None:
+    """The name of the calling module is the one of transformers' `Trainer`."""
+    opt = FusedSAM(nn.Linear(2, 1).parameters(), torch.optim.SGD, lr=0.1)
+    for module, hint in (("transformers.trainer", "fastsam.integrations.hf.SAMTrainer"), ("mine", "$")):
+        with pytest.raises(RuntimeError, match=rf"step\(\) has nothing to do.*second backward pass.*{hint}"):
+            exec("opt.step()", {"__name__": module, "opt": opt})
 
 
 @pytest.mark.parametrize(

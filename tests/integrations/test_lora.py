@@ -1,4 +1,4 @@
-"""LoRA in a federation: the methods of examples/lora.py, with peft."""
+"""LoRA in a federation: the methods of examples/lora.py, with peft. Masks of Hugging Face's models."""
 
 import runpy
 from typing import Any
@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from fastsam import fed
+from fastsam.fed.executors.stacked_masks import advice
 from tests.helpers.libraries import library
 from tests.helpers.places import ROOT
 
@@ -85,3 +86,22 @@ def test_a_model_of_hugging_face_with_batches_of_dicts(example: dict[str, Any]) 
     moved = {name for name, p in result.model.named_parameters() if not torch.equal(p, old[name])}
     assert moved == {name for name, p in old.items() if p.requires_grad and "lora_B" not in name}
     assert all("lora_A" in name or "classifier" in name for name in moved)
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+def test_the_mask_that_vmap_advises_is_the_mask_of_the_tokenizer(attention: str) -> None:
+    transformers = library("transformers")
+    config = transformers.BertConfig(
+        vocab_size=16, hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16, num_labels=3,
+        attn_implementation=attention,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = transformers.BertForSequenceClassification(config).eval()
+    with torch.no_grad():
+        for p in model.parameters():
+            p *= 20  # the first weights are so small that no mask changes much
+    words, present = torch.randint(1, 16, (4, 6)), (torch.arange(6) < torch.tensor([[3], [6], [2], [5]])).long()
+    expression = advice(RuntimeError("data-dependent control flow")).rpartition(": ")[2]
+    mask = eval(expression, {"torch": torch, "batch": {"attention_mask": present}})
+    expected = model(input_ids=words, attention_mask=present).logits
+    torch.testing.assert_close(model(input_ids=words, attention_mask=mask).logits, expected)

@@ -1,11 +1,12 @@
-"""Gradients that exist before `step(closure)`: one warning if no step has used them. A second backward pass that is
-missing: one warning too."""
+"""Gradients that exist before `step(closure)`: one warning if no step has used them. Passes that are missing, and
+weights that are written between the halves of a step: one warning too."""
 
 import copy
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 import torch
@@ -200,3 +201,62 @@ def test_steps_that_do_not_perturb_or_are_given_up_need_no_second_pass() -> None
                 opt.zero_grad()
                 landscape(params, number).backward()
             opt.second_step()
+
+
+@contextmanager
+def expect_one(words: str) -> Iterator[None]:
+    with warnings.catch_warnings(record=True) as records:
+        warnings.simplefilter("always")
+        yield
+    assert [(w.category, w.filename) for w in records] == [(UserWarning, __file__)]
+    assert words in str(records[0].message)
+
+
+VARIANTS = {"sam": {}, "every second": {"variant": variants.SAM(interval=2)}, "one pass": {"variant": variants.MSAM()}}
+
+
+@pytest.mark.parametrize("options", VARIANTS.values(), ids=VARIANTS)
+def test_a_closure_without_a_backward_pass_is_told_once(options: dict[str, Any]) -> None:
+    params = make_parameters([(5, 3), (8,)], torch.float32)
+    opt = FusedSAM(params, SGD, lr=0.01, momentum=0.9, **options)
+    with expect_one("the closure made no gradient"):
+        for _ in range(3):
+            opt.step(lambda: landscape(params, 0))
+
+
+def test_a_first_half_without_a_gradient_is_told_once() -> None:
+    loop = Loop()
+    with expect_one("first_step() found no gradient"):
+        for _ in range(3):
+            loop.opt.first_step(zero_grad=True)
+            loop.closure()
+            loop.opt.second_step(zero_grad=True)
+
+
+def take_halves(loop: Loop, between: Callable[[], object]) -> None:
+    for _ in range(3):
+        loop.opt.zero_grad()
+        loop.closure()
+        loop.opt.first_step(zero_grad=True)
+        loop.closure()
+        between()
+        loop.opt.second_step()
+
+
+def test_a_step_of_another_optimizer_between_the_halves_is_told_once() -> None:
+    loop = Loop()
+    other = SGD([{"params": loop.params[1:]}, {"params": make_parameters([(2,)], torch.float32)}], lr=1.0)
+    with expect_one("parameters [1] were written between first_step() and second_step()"):
+        take_halves(loop, other.step)
+
+
+def test_a_step_on_other_parameters_between_the_halves_is_not_told() -> None:
+    loop, other = Loop(), Loop()
+    other.closure()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        take_halves(loop, SGD(other.params, lr=1.0).step)
+        loop.opt.zero_grad()
+        loop.opt = FusedSAM(loop.params, SGD, lr=0.01, variant=variants.SAM(interval=4))
+        loop.step()  # the three steps after this one restore nothing
+        take_halves(loop, SGD(loop.params, lr=1.0).step)

@@ -161,6 +161,24 @@ def test_unscaling_before_the_first_step_is_an_error(name: str, clip: bool, back
         assert not same_bits(old_weights, params)
 
 
+@pytest.mark.parametrize("name", BASES)
+def test_an_overflow_of_the_second_pass_skips_the_first_step(name: str, backend: Backend) -> None:
+    params, opt, scaler = make_training(backend, BASES[name][0], **BASES[name][1])
+    old_weights = copies(params)
+    for number, skips in enumerate((True, False)):
+        scaled_backward(params, scaler, number)
+        opt.first_step(zero_grad=True)
+        scaled_backward(params, scaler, number)
+        if skips:
+            params[0].grad[1] = math.inf
+        scaler.unscale_(opt)
+        scaler.step(opt)
+        scaler.update()
+        assert same_bits(old_weights, params) is skips
+        assert not (skips and any(t.any() for t in state(opt)))
+    assert scaler.get_scale() == 512.0
+
+
 def test_a_scaler_that_is_gone_is_not_kept(backend: Backend) -> None:
     params, opt, _ = make_training(backend)
     for _ in range(2):

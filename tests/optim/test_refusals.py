@@ -60,7 +60,7 @@ OPTIONS: list[tuple[Any, dict[str, Any], type[Exception], str]] = [
     *((base, {name: 0.5}, TypeError, f"unexpected keyword '{name}'.*; did you mean {suggestion}\\?")
       for base in (SGD, partial(SGD, momentum=0.9), RMSPROP)
       for name, suggestion in (("learning_rate", "lr"), ("LR", "lr"), ("wd", "weight_decay"), ("momentun", "momentum"),
-                          ("weightdecay", "weight_decay"), ("mom", "momentum"), ("adaptve", "adaptive"),
+                          ("weightdecay", "weight_decay"), ("mom", "momentum"), ("adaptve", "adaptive"), ("rh0", "rho"),
                           ("base_optimiser", "base_optimizer"), ("assume_no_alia", "assume_no_alias"))),
     # bases
     (SGD([nn.Parameter(torch.ones(1))]), {}, TypeError, "a class such as torch.optim.SGD"),
@@ -116,6 +116,7 @@ VARIANTS: list[tuple[Any, dict[str, Any], type[Exception], str]] = [
     *((VaSSO, {"theta": v}, ValueError, "theta must be") for v in (0.0, 1.5)),
     *((LESAM, {"sigma": v}, ValueError, "sigma must be") for v in (0.0, math.nan)),
     (LESAM, {"sigma": Decimal("NaN")}, TypeError, "sigma must be a number"),
+    *((kind, {"rh0": 0.1}, TypeError, "has no option 'rh0'; did you mean rho") for kind in (SAM, GSAM)),
     *((kind, {"rho_fn": 0.1}, TypeError, "rho_fn must be a function") for kind in (SAM, LookSAM)),
     (SAM, {"rho_fn": torch.nn.Linear(1, 1)}, TypeError, "rho_fn must be a function"),
     (LookSAM, {"k": 0}, ValueError, "k must be 1 or more"),

@@ -154,8 +154,8 @@ def test_a_copy_made_between_the_passes_goes_on_alike(copy_method: str) -> None:
 
 def test_what_is_no_model() -> None:
     p = nn.Parameter(torch.ones(2))
-    for wrong_model in (3, [nn.ReLU(), 3]):
-        with pytest.raises(TypeError, match="model must be a torch.nn.Module or several, got 3"):
+    for wrong_model, words in ((3, "3"), ([nn.ReLU(), 3], "3"), ("resnet", "'resnet'")):
+        with pytest.raises(TypeError, match=f"model must be a torch.nn.Module or several, got {words}"):
             FusedSAM([p], SGD, lr=0.1, model=wrong_model)  # type: ignore[arg-type]
 
 

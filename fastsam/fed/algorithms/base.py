@@ -15,20 +15,16 @@ states `[n, ...]`. The executor chooses n. The results for a client must depend 
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol, cast
+from typing import Any, ClassVar, Protocol, cast
 
 from torch import Tensor, nn
 
-from fastsam.fed.common.checks import nearest
+from fastsam.fed.common.option import NamedOptions
 from fastsam.fed.executors.client import Client
 from fastsam.fed.update.local_update import ClientResults, Direction, LocalUpdate
 from fastsam.fed.update.parameter_layout import ParameterLayout
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
 __all__ = [
     "Aggregate",
@@ -111,7 +107,7 @@ class Aggregate(Protocol):
         """Return the sum of a number that clients sent, 0 if no client sent it."""
 
 
-class Algorithm:
+class Algorithm(NamedOptions):
     """Federated averaging, the base class of all algorithms.
 
     Attributes:
@@ -141,17 +137,6 @@ class Algorithm:
     own_buffers: ClassVar[bool] = False
     own_models: ClassVar[bool] = False
     local_optimizer: ClassVar[str | None] = None
-
-    def __new__(cls, *arguments: Any, **options: Any) -> Self:
-        """Raise TypeError for an unknown option, with the known ones."""
-        parameters = inspect.signature(cls.__init__).parameters
-        if not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
-            for name in options.keys() - parameters.keys():
-                takes = ", ".join(list(parameters)[1:]) or "none"
-                raise TypeError(
-                    f"{cls.__name__} has no option {name!r}{nearest(name, parameters)}; its options: {takes}"
-                )
-        return super().__new__(cls)
 
     def __post_init__(self) -> None:
         """Check the options (see `hparam`). Raises ValueError for a value out of its range."""

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
 from fastsam.fed.rundir.checkpoint import RunState
+from fastsam.fed.rundir.manifest import digest_of
 from fastsam.fed.rundir.result import Result
 
 Record = dict[str, Any]
@@ -47,11 +50,17 @@ class RunView:
         run_dir: Path | None,
         state: RunState,
         export: Callable[[RunState], nn.Module],
+        identity: Callable[[], Mapping[str, Any]],
     ) -> None:
         self.config, self.rounds, self.run_dir = dict(config), rounds, run_dir
         self.stopped: str | None = None
         self.error: BaseException | None = None
-        self._state, self._export = state, export
+        self._state, self._export, self._identity = state, export, identity
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Hash of all that must be the same when the run is resumed: algorithm, options, model, data."""
+        return digest_of(json.dumps(self._identity(), sort_keys=True).encode())
 
     @property
     def round(self) -> int:

@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Mapping
 from os import PathLike
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError, safe_open
+
 from fastsam.fed.callbacks.base import Callback, Record, RunView, Stop
 from fastsam.fed.common.atomic_files import make_directory, write_bytes
 from fastsam.fed.common.checks import choice, integer, nearest, number
+from fastsam.fed.common.fingerprints import digest
 from fastsam.fed.rundir.checkpoint import stored_model
 from fastsam.fed.rundir.result import Result
 
 log = logging.getLogger("fastsam.fed")
+ELSEWHERE = "choose another path, or move the file away"
 _DOWN, _UP = ("loss", "error", "perplexity"), ("accuracy", "f1", "auc")
 
 
@@ -105,7 +110,10 @@ class SaveBest(Best):
 
         model.load_state_dict(safetensors.torch.load_file(path))
 
-    The file is replaced in one step; its metadata has the round. A resumed run continues with the file that exists.
+    The file is replaced in one step. Its metadata have the round, the metric and its value, and tell runs apart.
+
+    A resumed run continues with the value of its file. The same run from its start replaces the file. Any other file is
+    refused before the first round, because it would be lost, or be taken for the best model of this run.
 
     Args:
         path: path of the file. Its folders are made.
@@ -119,17 +127,51 @@ class SaveBest(Best):
             raise ValueError(f"path must be a file such as {self.path / 'best.safetensors'}, got a directory")
 
     def on_start(self, run: RunView) -> None:
-        """Take the best of the earlier rounds from the file, if it exists."""
+        """Take the value of the file, if this run wrote it. Raises FileExistsError for a file of something else."""
         make_directory(self.path.parent, "choose another path")
         self._begin()
-        if self.path.is_file():
-            self._take_history(run)
+        self._start = digest(run.model()) if run.round == 0 else ""  # a resumed run takes it from the file
+        if self.path.exists():
+            self._take_file(run, _metadata(self.path))
+
+    def _take_file(self, run: RunView, facts: Mapping[str, str]) -> None:
+        if facts["metric"] != self.metric:
+            raise FileExistsError(f"{self.path} has the model with the best {facts['metric']}; {ELSEWHERE}")
+        value, round = float(facts["value"]), int(facts["round"])
+        key = "first_loss" if run.round else "start"
+        if facts[key] != self._facts(run)[key] or facts["run"] != run.fingerprint:
+            raise FileExistsError(
+                f"{self.path} has the model of another run ({self.metric} {value:.6g} in round {round}); {ELSEWHERE}"
+            )
+        if run.round == 0:
+            return
+        self.value, self.round, self._start = value, round, facts["start"]
+        self.rounds_since_best = sum(record.get(self.metric) is not None for record in run.history[round:])
 
     def on_round(self, run: RunView, record: Record) -> None:
         """Write the model if it is the best so far."""
         if self.take(record):
-            facts: dict[str, Any] = {"round": self.round, "metric": self.metric, "value": self.value}
-            write_bytes(self.path, stored_model(run.model(), {key: str(value) for key, value in facts.items()}))
+            write_bytes(self.path, stored_model(run.model(), self._facts(run)))
+
+    def _facts(self, run: RunView) -> dict[str, str]:
+        """Return the metadata of the file. A run with other start weights has the same fingerprint, so there are the
+        hash of the weights, for a run that begins, and the first loss, for a run that is resumed."""
+        facts: dict[str, Any] = {"round": self.round, "metric": self.metric, "value": self.value}
+        facts |= {"run": run.fingerprint, "start": self._start}
+        facts["first_loss"] = run.history[0]["train_loss"] if run.round else ""
+        return {key: str(value) for key, value in facts.items()}
+
+
+def _metadata(path: Path) -> dict[str, str]:
+    """Return the metadata of a file of `SaveBest`. Raises FileExistsError for any other file."""
+    try:
+        with safe_open(path, "pt") as file:
+            facts = file.metadata() or {}
+    except (OSError, SafetensorError):
+        facts = {}
+    if not {"round", "metric", "value", "run", "start", "first_loss"} <= facts.keys():
+        raise FileExistsError(f"{path} is not a file of SaveBest; {ELSEWHERE}")
+    return facts
 
 
 def _mode(metric: str, mode: str | None) -> str:

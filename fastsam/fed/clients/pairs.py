@@ -8,6 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fastsam.fed.common.checks import NUMBER_CLASSES
+
 Pair = tuple[Tensor, Tensor]
 ALIGNMENT = 64  # bytes, as torch allocates: how a matrix product rounds may depend on where its input starts
 
@@ -56,15 +58,26 @@ def _tensor(part: Any, label: str) -> Tensor:
         try:
             part = torch.from_numpy(np.array(part, order="C"))  # a copy: torch warns of read-only arrays
         except (TypeError, ValueError) as error:
-            raise ValueError(
-                f"{label} must be a tensor or an array of numbers, got {type(part).__name__} ({error})"
-            ) from error
+            raise ValueError(f"{label} must be a tensor or an array of numbers, got {_kind(part, error)}") from error
     if part.dim() == 0 or part.is_complex() or part.is_sparse:
         raise ValueError(
             f"{label} must be a dense real tensor whose first dimension counts samples, got {part.dtype} "
             f"{list(part.shape)}"
         )
     return part.detach()
+
+
+def _kind(part: Any, error: Exception) -> str:
+    """Return what a part is that is not an array of numbers, for messages."""
+    return text_hint(part) or f"{type(part).__name__} ({error})"
+
+
+def text_hint(values: Any) -> str:
+    """Return a hint on labels that are texts, "" for other values."""
+    if isinstance(values, np.ndarray):
+        values = values[:1].tolist() if values.ndim and values.dtype.kind in "US" else ()
+    is_text = isinstance(values, (list, tuple)) and len(values) > 0 and isinstance(values[0], str)
+    return f"texts such as {str(values[0])!r}. {NUMBER_CLASSES}" if is_text else ""
 
 
 def _to_device(tensor: Tensor, device: torch.device) -> Tensor:

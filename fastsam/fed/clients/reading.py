@@ -22,7 +22,7 @@ from torch.utils.data import (
     default_collate,
 )
 
-from fastsam.fed.clients.pairs import Pair, all_finite, checked_pair, is_array
+from fastsam.fed.clients.pairs import Pair, all_finite, checked_pair, is_array, text_hint
 from fastsam.fed.clients.samples import (
     ClientDataset,
     Collate,
@@ -40,6 +40,7 @@ FORMS = (
     "a pair (x, y) of tensors or arrays, a dict of columns [n, ...], a data set (anything with __len__ and "
     "__getitem__) or a DataLoader"
 )
+MEMORY = "The commands take one input x of one shape and a class number y; fed.run takes other samples too"
 
 
 @dataclass(frozen=True)
@@ -161,6 +162,34 @@ def read(
         return samples
 
 
+def read_whole(data: Any, label: str) -> tuple[Any, Any]:
+    """Return x and y of all samples of a client, in one of the `FORMS`, as arrays or tensors in their own dtypes.
+
+    Raises:
+        ValueError: reading fails or draws random numbers, samples differ in shape, or they are not pairs (x, y).
+    """
+    samples = source(data, label)
+    if isinstance(samples, SampleSource):
+        if len(samples) == 0:
+            raise ValueError(f"{label} has no samples; leave it out or give it some")
+        with seed_generators(0):
+            if _try_sample(samples.data, label)[0]:
+                raise ValueError(
+                    f"{label}: reading a sample draws random numbers, and here samples are read once. Leave the random "
+                    "transform out, and take the key augment"
+                )
+            items = _items(samples.data, range(len(samples)), label)
+        try:
+            samples = (samples.collate or default_collate)(items)
+        except Exception as error:
+            raise ValueError(
+                f"{label}: its samples make no batch. {MEMORY} ({type(error).__name__}: {error})"
+            ) from error
+    if not isinstance(samples, (tuple, list)) or len(samples) != 2 or not all(map(is_array, samples)):
+        raise ValueError(f"{label} must have samples (x, y), got {type(samples).__name__}. {MEMORY}")
+    return samples[0], samples[1]
+
+
 def _of_columns(columns: Any, label: str, dtype: torch.dtype, device: torch.device) -> Pair | ClientDataset:
     """Return columns (tensors or arrays of all samples) as a pair, or as a tree of columns."""
     if isinstance(columns, tuple) and not isinstance(columns[0], (Mapping, tuple)):
@@ -170,9 +199,12 @@ def _of_columns(columns: Any, label: str, dtype: torch.dtype, device: torch.devi
 
 def _tree(data: Any, label: str, dtype: torch.dtype, device: torch.device) -> ClientDataset:
     tree = move_tree(data, dtype, device)
-    wrong = [path for path, leaf in leaves(tree) if not isinstance(leaf, Tensor) or leaf.dim() == 0]
-    if wrong:
-        raise ValueError(f"{label}: {wrong[0] or 'it'} must be a tensor or an array [n, ...] of all samples")
+    for path, leaf in leaves(tree):
+        if not isinstance(leaf, Tensor) or leaf.dim() == 0:
+            kind = text_hint(leaf) or type(leaf).__name__
+            raise ValueError(
+                f"{label}: {path or 'it'} must be a tensor or an array [n, ...] of all samples, got {kind}"
+            )
     sizes = {path: len(leaf) for path, leaf in leaves(tree)}
     if len(set(sizes.values())) > 1:
         counts = ", ".join(f"{path} has {n}" for path, n in sizes.items())

@@ -19,6 +19,7 @@ from fastsam.fed.clients.pairs import Pair, check_unmasked
 from fastsam.fed.common.transfer import to_device
 
 IGNORED = -100  # the label that torch's losses ignore by default
+LABEL_COLUMNS = ("labels", "label")  # names of a column of class numbers, as in libraries of Hugging Face
 Collate = Callable[[list[Any]], Any]  # samples -> batch
 Tensors = tuple[Tensor, ...]  # the tensors of a tree, in the order of `leaves`
 
@@ -117,7 +118,7 @@ class ClientDataset(ABC):
 
     @property
     def labels(self) -> Tensor | None:
-        """y of all samples, where they are pairs (x, y) in memory."""
+        """y of all samples, if they are pairs (x, y) in memory, or columns with one of the `LABEL_COLUMNS`."""
         return None
 
     def batches(self, size: int) -> Iterator[tuple[Any, int]]:
@@ -171,6 +172,9 @@ class TensorSamples(ClientDataset):
 
     @property
     def labels(self) -> Tensor | None:
+        if isinstance(self.tree, Mapping):
+            columns = (self.tree.get(name) for name in LABEL_COLUMNS)
+            return next((y for y in columns if isinstance(y, Tensor) and y.dtype == torch.int64 and y.dim() == 1), None)
         pair = isinstance(self.tree, (tuple, list)) and len(self.tree) == 2
         y = self.tree[1] if pair else None
         return y if isinstance(y, Tensor) else None

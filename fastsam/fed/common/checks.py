@@ -9,8 +9,11 @@ from difflib import SequenceMatcher, get_close_matches
 from operator import eq, index
 from typing import Any
 
-from fastsam.optim.base_optimizer import FOREIGN_NAMES
+from fastsam.optim.suggestions import FOREIGN_NAMES
 
+NUMBER_CLASSES = (  # the remedy for labels that are texts
+    "Number the classes of all clients together: classes, y = numpy.unique(labels, return_inverse=True)"
+)
 # Names of Flower, pfl, FedLab and FL-Simulator for options of a run.
 OTHER_NAMES = {
     "clients_per_round": "cohort", "cohort_size": "cohort", "num_clients_per_round": "cohort",
@@ -91,18 +94,24 @@ def choice(name: str, value: Any, choices: Sequence[Any]) -> Any:
 
 
 def nearest(word: str, good: Iterable[str]) -> str:
-    """Return the end of a message with the word of `good` that is most like `word`, or "" if no word is.
+    """Return the end of a message with the word of `good` that is most like `word` (see `closest`), or ""."""
+    found = closest(word, good)
+    return "" if found is None else f" (did you mean {found!r}?)"
 
-    Several words may be equally like it. Then the first with most letters in the same places is returned.
+
+def closest(word: str, good: Iterable[str]) -> str | None:
+    """Return the word of `good` that is most like `word`, or None if no word is.
+
+    A word that `word` begins comes first. Several words may be equally like it. Then the first with most letters in the
+    same places is returned.
     """
     words, word = {name.lower(): name for name in good}, word.lower()
     synonyms = FOREIGN_NAMES | OTHER_NAMES
     words |= {foreign: words[name] for foreign, name in synonyms.items() if name in words and foreign not in words}
-    close = get_close_matches(word, words, n=5, cutoff=0.6)
-    if not close:
-        return ""
+    begun = [name for name in words if len(word) > 2 and name.startswith(word)]
+    close = begun or get_close_matches(word, words, n=5, cutoff=0.6)
 
     def likeness(name: str) -> tuple[float, int]:
         return SequenceMatcher(None, name, word).ratio(), sum(map(eq, name, word))
 
-    return f" (did you mean {words[max(close, key=likeness)]!r}?)"
+    return words[max(close, key=likeness)] if close else None

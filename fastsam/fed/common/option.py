@@ -11,9 +11,12 @@ import types
 import typing
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass, field, fields
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from fastsam.fed.common.checks import choice, integer, nearest, number
+from fastsam.fed.common.checks import choice, closest, integer, nearest, number
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 Options = TypeVar("Options")
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -128,6 +131,25 @@ def made_of(cls: type[Options], value: Any, label: str) -> Options:
     return cls(**value)
 
 
+class NamedOptions:
+    """A base class that names the nearest option if an option is unknown."""
+
+    def __new__(cls, *arguments: Any, **options: Any) -> Self:
+        """Raise TypeError for an unknown option, with the known ones."""
+        names = _names_of(cls.__init__)
+        if names is not None and (unknown := options.keys() - names):
+            name, takes = min(unknown), ", ".join(names[1:]) or "none"
+            raise TypeError(f"{cls.__name__} has no option {name!r}{nearest(name, names)}; its options: {takes}")
+        return super().__new__(cls)
+
+
+@functools.lru_cache(maxsize=256)
+def _names_of(function: Callable[..., Any]) -> list[str] | None:
+    """Return the names of a function's parameters, or None if it takes any keyword."""
+    parameters = inspect.signature(function).parameters
+    return None if any(p.kind is p.VAR_KEYWORD for p in parameters.values()) else list(parameters)
+
+
 def suggest_option(replacements: Mapping[str, str]) -> Callable[[Function], Function]:
     """Return a decorator that raises TypeError for a keyword that the function does not have, with the right one.
     `replacements` has the spelling of options that are part of another one."""
@@ -139,7 +161,10 @@ def suggest_option(replacements: Mapping[str, str]) -> Callable[[Function], Func
         def wrapper(*arguments: Any, **options: Any) -> Any:
             for name in options:
                 if name not in parameters:
-                    hint = f": write {replacements[name]}" if name in replacements else nearest(name, parameters)
+                    names = [*parameters, *replacements]
+                    found = name if name in replacements else closest(name, names)
+                    hint = "" if name in replacements else nearest(name, names)
+                    hint += f": write {replacements[found]}" if found is not None and found in replacements else ""
                     raise TypeError(f"{function.__name__}() has no option {name!r}{hint}")
             return function(*arguments, **options)
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from fastsam.fed.clients.pairs import text_hint
 from fastsam.fed.common.checks import choice, integer
 
 EXHAUSTED = ("reset", "redraw")
@@ -85,7 +86,7 @@ def check_labels(labels: Any, classes: int | None = None, label: str = "labels")
             f"{label} must be a vector with one class number per sample, got the shape {tuple(labels.shape)}"
         )
     if not np.issubdtype(labels.dtype, np.number):
-        raise ValueError(f"{label} must be integer class numbers, got {labels.dtype}")
+        raise ValueError(f"{label} must be integer class numbers, got {text_hint(labels) or labels.dtype}")
     integers = labels.astype(np.int64)
     if not np.array_equal(integers, labels):
         raise ValueError(

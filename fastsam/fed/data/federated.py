@@ -237,5 +237,5 @@ def _labels(dataset: Any) -> Any:
         return dataset.tensors[-1].cpu().numpy()
     labels = getattr(dataset, "targets", getattr(dataset, "labels", None))
     if labels is None:
-        labels = [int(dataset[i][1]) for i in range(len(dataset))]
+        labels = [y if isinstance(y, str) else int(y) for y in (dataset[i][1] for i in range(len(dataset)))]
     return labels.cpu().numpy() if isinstance(labels, Tensor) else np.asarray(labels)

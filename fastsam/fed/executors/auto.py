@@ -47,7 +47,7 @@ _REMEDIES = {
     "in a loop of its own": "Algorithms without `train_client` are stacked or captured",
     "hooks": "Remove the hooks of the model",
     "values on the host": "Keep values on the device: no .item(), no `if` on a tensor. With a model of Hugging Face, "
-    "pass the attention mask as numbers (0 and -inf), or take another attn_implementation ('sdpa', 'eager')",
+    "pass the attention mask as numbers (0 and finfo.min), or take another attn_implementation ('sdpa', 'eager')",
     "on the CPU": "Draw random numbers on the device of the inputs (device=x.device)",
     "Python's state": "Keep state in buffers, not in attributes of the model",
     "torch.vmap cannot map": "With a model of Hugging Face, take another attn_implementation ('sdpa', 'eager') or "

@@ -17,7 +17,8 @@ _LIBRARY = "transformers."
 _READS_VALUES = "data-dependent control flow"  # words of torch's error
 _ADVICE = (
     f"{_READS_VALUES}: a Python condition reads the values of a tensor. If this is the attention mask of an encoder, "
-    "pass it in the form that is not read: batch['attention_mask'][:, None, None, :].bool()"
+    "pass it as numbers, which are not read and which eager attention and sdpa add to the scores: "
+    "(1.0 - batch['attention_mask'][:, None, None, :]) * torch.finfo(torch.float32).min"
 )
 
 

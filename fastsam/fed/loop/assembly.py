@@ -36,6 +36,14 @@ from fastsam.fed.update.model_copy import Replica, trainable
 from fastsam.fed.update.parameter_layout import ParameterLayout
 
 log = logging.getLogger("fastsam.fed")
+NO_PREDICTIONS = (
+    "accuracies are None, because a loss of a whole batch gives no outputs and labels. For accuracies pass "
+    "fed.BatchLoss(loss, predict), with predict(model, batch) -> (outputs, labels)"
+)
+NO_LABELS = (
+    "client accuracies are None, because client_test_split='prior' needs the labels of all clients and of the test set "
+    "in memory. Give the samples a column 'labels', or pass client_test_split='iid' or 'shared'"
+)
 
 
 def assemble(
@@ -59,6 +67,9 @@ def assemble(
     evaluator = Evaluator(loss, population, trial.classifies, mode, seed, metrics, batch_size, trial.loss_kind)
     if metrics:
         evaluator(view.module)  # errors of metrics come before the first round
+        evaluator.client_accuracies = None
+    if ranks.first and population.test_size:
+        _warn_of_accuracies(evaluator)
     names = settings.measures.names if isinstance(settings.measures, NamedMeasures) else None
     cohort = sampling.likely(settings.sampler, clients, settings.share_of(clients))
     facts = Facts(
@@ -111,6 +122,14 @@ def assemble(
         personal,
     )  # fmt: skip
     return loop, state
+
+
+def _warn_of_accuracies(evaluator: Evaluator) -> None:
+    """Log a warning if there are no accuracies, or no accuracies over clients, for want of outputs or labels."""
+    if not evaluator.loss.predicts:
+        log.warning(NO_PREDICTIONS)
+    elif evaluator.classifies and evaluator.mode is None:
+        log.warning(NO_LABELS)
 
 
 def _set_sizes(population: Population, measures: Any) -> dict[str, int]:

@@ -7,6 +7,7 @@ Tests run the algorithms of fastsam through both (tests/fed/loop/test_algorithm_
 from __future__ import annotations
 
 import cmath
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -21,6 +22,11 @@ from fastsam.fed.sums.fixed_point import Problems
 from fastsam.fed.update.local_update import ClientResults, ClientUpdate, LocalUpdate
 
 _METHODS = ("init_server", "init_client", "local_update", "finish_client", "step_server")
+
+_FLOAT64 = (
+    ". Means and sums of an aggregate are float64. Write server['w'].double(), or "
+    "aggregate.mean(name).to(server['w'].dtype)"
+)
 
 
 class AlgorithmError(ValueError):
@@ -60,7 +66,8 @@ class Contract:
                 place += f", client{'s' if len(clients) > 1 else ''} {id_list}"
             kind = "" if type(error) is ValueError else f"{type(error).__name__}: "
             text = error.args[0] if isinstance(error, KeyError) and error.args else error  # which would be quoted
-            raise AlgorithmError(f"{name}.{method} failed {place}: {kind}{text}") from error
+            hint = _FLOAT64 if method == "step_server" and _mixes_dtypes(error) else ""
+            raise AlgorithmError(f"{name}.{method} failed {place}: {kind}{text}{hint}") from error
 
     def init_server(self, w0: Tensor) -> State:
         """Return the server's state before the first round."""
@@ -95,6 +102,12 @@ class Contract:
     def step_server(self, server: State, aggregate: Aggregate, round: Round) -> State:
         """Return the server's state after the round."""
         return self.call("step_server", (server, aggregate, round), round.index)
+
+
+def _mixes_dtypes(error: Exception) -> bool:
+    """Return True if torch refused to combine float32 and float64."""
+    words = re.findall(r"[a-z]+", str(error).lower())
+    return isinstance(error, RuntimeError) and {"float", "double"} <= set(words)
 
 
 def check_algorithm(algorithm: object) -> None:

@@ -173,7 +173,9 @@ class Evaluator:
         self._slices = client_slices(mode, population, seed, self.kind.unlabelled) if has_slices else None
         self._of_outputs = self.loss.of_outputs if isinstance(self.loss, PairLoss) else None
         parts = self._slices or []
-        self._clients = len(parts)
+        self.num_clients = len(population.clients)
+        # The accuracy of each client in the last evaluation, without clients that have no test sample with a label.
+        self.client_accuracies: Mapping[int, float] | None = None
         # Clients with their own test samples, all these samples, and the first index of each client's.
         self._tested_clients = [i for i, part in enumerate(parts) if len(part)]
         self._samples = np.concatenate([*parts, np.empty(0, np.int64)])
@@ -258,7 +260,8 @@ class Evaluator:
         for i, model in enumerate(models):
             for name, value in self._values_of_client(model, i, self.metrics).items():
                 columns.setdefault(name, {})[i] = value
-        record: dict[str, Any] = _extremes(columns.get("accuracy", {}))
+        self.client_accuracies = columns.get("accuracy", {})
+        record: dict[str, Any] = _extremes(self.client_accuracies)
         for name, values in columns.items():
             record |= statistics(name, [*values.values()])
             record |= self._by_client(name, values) if self.mode == CLIENT_SETS else {}
@@ -271,6 +274,7 @@ class Evaluator:
     def _accuracies(self, judged: np.ndarray) -> dict[str, Any]:
         """Return the accuracies of the global model. `judged` are the verdicts on the samples of the test set."""
         accuracy = accuracy_of(torch.from_numpy(judged))
+        self.client_accuracies = {} if accuracy is None else dict.fromkeys(range(self.num_clients), accuracy)
         if accuracy is None or self._slices is None:
             return {"test_accuracy": accuracy} | ({} if accuracy is None else self._spread("accuracy", accuracy, {}))
         values: dict[int, float] = {}
@@ -281,6 +285,7 @@ class Evaluator:
                 for counts in (parts == CORRECT, parts != UNLABELLED)
             )
             values = {i: float(a / n) for i, a, n in zip(self._tested_clients, right, labelled, strict=True) if n}
+        self.client_accuracies = values
         return {"test_accuracy": accuracy} | self._spread("accuracy", accuracy, values) | _extremes(values)
 
     def _metric_values(self, outputs: Tensor, labels: Tensor) -> dict[str, Any]:
@@ -309,4 +314,4 @@ class Evaluator:
 
     def _by_client(self, name: str, values: Mapping[int, float]) -> dict[str, Any]:
         """Return the value of every client, None for a client without one."""
-        return {f"client_{name}_each": [values.get(i) for i in range(self._clients)]}
+        return {f"client_{name}_each": [values.get(i) for i in range(self.num_clients)]}

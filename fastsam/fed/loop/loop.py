@@ -254,6 +254,18 @@ class Loop:
             metrics |= self.evaluator.own_model_record(self._own_models(state, self.personal))
         return metrics
 
+    def client_accuracies(self, state: RunState) -> list[float | None] | None:
+        """Return the accuracy of each client at the end of the run, None for a client without one; collective.
+
+        It is None if the run has no accuracies over clients.
+        """
+        if not self.evaluator.classifies or self.evaluator.mode is None or not state.round:
+            return None
+        if self.ranks.first and self.evaluator.client_accuracies is None:  # no round was left
+            self._evaluate(state)
+        values = self.ranks.broadcast(self.evaluator.client_accuracies)
+        return None if values is None else list(map(values.get, range(self.evaluator.num_clients)))
+
     def _own_models(self, state: RunState, personal: ClientModels) -> Iterator[nn.Module]:
         """Yield the model of every client, one after the other in the same module."""
         for i in range(len(self.population.clients)):

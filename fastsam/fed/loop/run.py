@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from functools import partial
+from functools import cache, partial
 from os import PathLike
 from os.path import abspath
 from pathlib import Path
@@ -61,6 +61,7 @@ NO_TEST_SET = (
 _IN_OBJECTS = {name: f"privacy=fed.Privacy({name}=...)" for name in table(Privacy)} | {
     name: f"measures=fed.NamedMeasures([...], {name}=...)" for name in table(NamedMeasures) if name != "names"
 }
+_IN_OBJECTS["rho"] = "fed.FedSAM(rho=...)"
 
 
 @suggest_option(_IN_OBJECTS)
@@ -184,19 +185,18 @@ def run(
         check_buffers(trial, settings.buffers)
         loop, state = assemble(model, model_copy, population, algorithm, settings, loss, trial, backend, ranks)
         run_dir, resume = ranks.broadcast((None if run_dir is None else abspath(run_dir), resume))
-        directory, identity = None, dict[str, Any]()
-        if run_dir is not None or ranks.size > 1:
-            identity = identity_of(facts, settings, loop, (model, model_copy), population, collate)
+        directory = None
+        identity = cache(partial(identity_of, dict(facts), settings, loop, (model, model_copy), population, collate))
         if ranks.size > 1:
             run_facts = {"weights": digest(model), "callbacks": listeners.names()}
-            ranks.agree(identity | settings.call_options() | run_facts)
+            ranks.agree(identity() | settings.call_options() | run_facts)
         if run_dir is not None:
             behaviours = behaviours_of(model, settings, collate)
-            directory, state = open_directory(run_dir, resume, loop, state, identity, config, stack, behaviours)
+            directory, state = open_directory(run_dir, resume, loop, state, identity(), config, stack, behaviours)
         export_state = partial(_export, model, loop)
-        listeners.start(ranks, state, directory, lambda: config or settings_of(facts, settings), export_state)
+        listeners.start(ranks, state, directory, lambda: config or settings_of(facts, settings), export_state, identity)
         state = loop.run(state, directory, listeners)
-        nbytes = loop.nbytes(state)
+        nbytes, client_accuracies = loop.nbytes(state), loop.client_accuracies(state)
     with listeners:
         final = export_state(state)
         facts |= _summary(loop) | {"stopped": listeners.stopped, "state_megabytes": nbytes / 1e6}
@@ -207,9 +207,9 @@ def run(
                 _client_model, model, loop.view.layout, loop.personal, state, len(population.clients)
             )
         path = None if directory is None else directory.path
-        result = Result(final, state.history, facts, path, settings, client_model)
+        result = Result(final, state.history, facts, path, settings, client_model, client_accuracies)
         if directory is not None and ranks.first:
-            directory.finish(final, result.summary())
+            directory.finish(final, result.summary(), client_accuracies)
         listeners.end(result)
     return result
 

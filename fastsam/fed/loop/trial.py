@@ -13,6 +13,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from fastsam.fed.clients.batch_loss import BatchLoss, PairLoss
 from fastsam.fed.clients.labels import ignored_label
 from fastsam.fed.clients.loss_kind import LossKind, kind_of
+from fastsam.fed.clients.pairs import text_hint
 from fastsam.fed.clients.population import IGNORED, Augment, Loss, Population, apply_augment, check_labels
 from fastsam.fed.clients.samples import ClientDataset, leaves, tensors_of
 from fastsam.fed.executors import split_epoch
@@ -148,6 +149,8 @@ def _kind(pair: Sequence[Tensor]) -> tuple[object, ...]:
 def _describe(batch: Any, loss: BatchLoss) -> str:
     """Return names, dtypes and shapes of the parts of a batch, for messages."""
     names, parts = {"0": "x", "1": "y"} if isinstance(loss, PairLoss) else {}, []
+    if names and (hint := text_hint(batch[1])):
+        batch, parts = batch[:1], [f"y of {hint}"]
     for path, leaf in leaves(batch):
         name = names.get(path, path) or "batch"
         kind = f"{leaf.dtype} {list(leaf.shape)}" if isinstance(leaf, Tensor) else type(leaf).__name__

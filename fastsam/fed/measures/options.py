@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fastsam.fed.algorithms.base import Aggregate, Round, State
 from fastsam.fed.common.checks import integer, number
-from fastsam.fed.common.option import made_of, option
+from fastsam.fed.common.option import NamedOptions, made_of, option
 from fastsam.fed.update.local_update import ClientResults
 
 # Each measure with its keys in a round's record.
@@ -33,7 +33,7 @@ OF_GRADIENTS = frozenset(NAMES) - {"train", "consistency", "drifts", "dual_gap"}
 
 
 @dataclass(frozen=True)
-class NamedMeasures:
+class NamedMeasures(NamedOptions):
     """Measures of a run by name, with their settings (`measures=fed.NamedMeasures(["sharpness"], every=10)`).
 
     Raises:

@@ -6,13 +6,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from fastsam.fed.common.option import check, made_of, option
+from fastsam.fed.common.option import NamedOptions, check, made_of, option
 
 NOISES = ("central", "local")
 
 
 @dataclass(frozen=True)
-class Privacy:
+class Privacy(NamedOptions):
     """Clipping of the clients' deltas, and noise on them: differential privacy of whole clients.
 
     Without noise it is clipping only. A delta longer than `clip` is scaled down before any use of it. `noise` is

@@ -1,12 +1,12 @@
 """The run directory: records, final model, and checkpoints from which a run continues after a kill at any instant.
 
-    config.json  environment.json  metrics.jsonl  summary.json  model.safetensors
+    config.json  environment.json  metrics.jsonl  summary.json  model.safetensors  clients.csv
     checkpoint/manifest.json                 files with their hashes, length of metrics.jsonl, identity of the run
     checkpoint/server-000012.safetensors     state of the server and the model's buffers after 12 rounds
     checkpoint/clients-000012.safetensors    states of the clients that round 12 changed, or of all clients
 
 A checkpoint writes new files first, and then replaces the manifest in one step. Files that the manifest no longer names
-are removed last. So the files of the manifest are complete at any instant. All files are safetensors or JSON, and
+are removed last. So the files of the manifest are complete at any instant. All files are safetensors, JSON or CSV, and
 reading them executes no code.
 """
 
@@ -16,7 +16,7 @@ import json
 import logging
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -44,7 +44,7 @@ from fastsam.fed.sums.ranks import Ranks
 
 log = logging.getLogger("fastsam.fed")
 _TENSORS = re.compile(r"(server|clients)-\d{6,}(-\d+)?\.safetensors(\.tmp)?")  # names of a checkpoint's files
-_FILES = ("config.json", "environment.json", "metrics.jsonl", "summary.json", "model.safetensors")
+_FILES = ("config.json", "environment.json", "metrics.jsonl", "summary.json", "model.safetensors", "clients.csv")
 _RUN_FILES = ("config.json", "environment.json", "checkpoint")  # a kill before the first checkpoint can leave them
 
 State = dict[str, Tensor]
@@ -336,8 +336,13 @@ class RunDirectory:
             write_bytes(self.path / "metrics.jsonl", self._metrics)
             self.save(state)
 
-    def finish(self, model: nn.Module, summary: Mapping[str, Any]) -> None:
-        """Write the final model and the summary."""
+    def finish(
+        self, model: nn.Module, summary: Mapping[str, Any], client_accuracies: Sequence[float | None] | None
+    ) -> None:
+        """Write the final model, the summary and the accuracies of the clients, unless they are None."""
+        if client_accuracies is not None:
+            rows = ["client,accuracy", *(f"{i},{'' if x is None else x}" for i, x in enumerate(client_accuracies))]
+            write_bytes(self.path / "clients.csv", "".join(f"{row}\n" for row in rows).encode())
         write_bytes(self.path / "model.safetensors", stored_model(model))
         write_json(self.path / "summary.json", summary)
 

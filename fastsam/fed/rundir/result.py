@@ -28,6 +28,8 @@ class Result:
         history: one dict per round, as in metrics.jsonl.
         run_dir: the run directory, or None.
         settings: the options of the run.
+        client_accuracies: per-client accuracy at the end, a list by client id, None for a client without test samples;
+            None if the run has no accuracies over clients. Clients with own models are tested with these models.
     """
 
     def __init__(
@@ -38,8 +40,10 @@ class Result:
         run_dir: Path | None,
         settings: Any,
         client_model: Callable[[int], nn.Module] | None = None,
+        client_accuracies: list[float | None] | None = None,
     ) -> None:
         self.model, self.history, self.run_dir, self.settings = model, history, run_dir, settings
+        self.client_accuracies = client_accuracies
         self._facts, self._client_model = dict(facts), client_model
 
     def summary(self) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fastsam.fed.algorithms.base import Round
 from fastsam.fed.common.checks import number
-from fastsam.fed.common.option import made_of, option
+from fastsam.fed.common.option import NamedOptions, made_of, option
 from fastsam.fed.stages.base import ClientUploads, Stage
 from fastsam.fed.update.model_copy import Replica
 
@@ -22,7 +22,7 @@ _INDEX_BYTES = 4  # size of the index of an element that is sent
 
 
 @dataclass(frozen=True)
-class TopK:
+class TopK(NamedOptions):
     """Send only the largest elements of a delta, and add what was not sent to the client's next delta.
 
     Stich, Cordonnier and Jaggi, "Sparsified SGD with Memory", NeurIPS 2018, Algorithm 1, with the delta of the local

@@ -35,6 +35,7 @@ import torch
 from torch import Tensor
 
 from fastsam.fed.common.checks import number
+from fastsam.fed.common.option import NamedOptions
 from fastsam.fed.update.pilot import Pilot
 from fastsam.fed.update.variant import ALONG_THE_WAY, StepVariant
 from fastsam.step import Direction, GradCoefficients
@@ -78,7 +79,7 @@ class Constants:
 
 
 @dataclass(frozen=True)
-class LocalUpdate:
+class LocalUpdate(NamedOptions):
     """The constants of the local update rule for some clients in one round.
 
     The vectors (`VECTORS`) are `[row_size]`, one for all clients, or `[n, row_size]`, a row for each client, or None,
@@ -122,7 +123,8 @@ class LocalUpdate:
         step_offset: o, a constant that is added to the step of all weights, outside of the optimizer and of clipping.
 
     Raises:
-        ValueError: a number is not finite, the radius is negative, or the direction lacks a vector or does not use one.
+        ValueError: `direction` is not a Direction, a number is not finite, the radius is negative, or the direction
+            lacks a vector or does not use one.
     """
 
     direction: Direction = Direction.NONE
@@ -177,11 +179,12 @@ def _constants_of(update: LocalUpdate) -> Constants:
     """Return the constants of a LocalUpdate.
 
     Raises:
-        ValueError: for numbers that are not finite or out of range, and for fields that do not go together.
+        ValueError: for objects of other kinds, numbers that are not finite or out of range, and fields that do not go
+            together.
     """
     numbers = [getattr(update, name) for name in NUMBERS]
     names = tuple([name for name in OBJECTS if getattr(update, name) is not None])
-    key = (*numbers, *map(type, numbers), names)  # with the types, because True equals 1
+    key = (*numbers, *map(type, (*numbers, update.pilot)), names)  # with the types, because True equals 1
     try:
         constants = _constants.get(key)
     except TypeError:  # a value without a hash, which the checks name
@@ -221,7 +224,11 @@ _variant = lru_cache(maxsize=256)(StepVariant)
 
 
 def _check(c: LocalUpdate, names: Sequence[str]) -> None:
-    """Raise ValueError for numbers out of range, and for fields that do not go together."""
+    """Raise ValueError for objects of other kinds, numbers out of range, and fields that do not go together."""
+    if not isinstance(c.direction, Direction):
+        raise ValueError(f"direction must be a fed.Direction such as fed.Direction.GRADIENT, got {c.direction!r}")
+    if not isinstance(c.pilot, (Pilot, type(None))):
+        raise ValueError(f"pilot must be a fed.Pilot or None, got {c.pilot!r}")
     number("rho", c.rho, at_least=0)
     number("eta", c.eta, at_least=0)
     number("penalty", c.penalty, greater_than=0)

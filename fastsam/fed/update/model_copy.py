@@ -22,7 +22,9 @@ def check_model(model: nn.Module) -> torch.dtype:
     """Return the one dtype of a model that can be trained here. Raises ValueError, with the reason, for any other
     model."""
     if not isinstance(model, nn.Module):
-        raise ValueError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+        make = f"Make one: fastsam.fed.models.build({model!r}, in_shape, classes, seed)"
+        kind = f"{model!r}. {make}" if isinstance(model, str) else type(model).__name__
+        raise ValueError(f"model must be a torch.nn.Module, got {kind}")
     if any(isinstance(p, nn.parameter.UninitializedParameter) for p in model.parameters()):
         raise ValueError("the model has lazy parameters without a shape; run one forward pass before handing it over")
     parameters = trainable(model)

@@ -11,12 +11,16 @@ from dataclasses import dataclass
 from enum import Enum
 from numbers import Real
 from operator import index
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
 
+from fastsam.optim.suggestions import check_options
 from fastsam.step import GradCoefficients
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 
 class OnePassDirection(Enum):
@@ -97,6 +101,11 @@ class SAM:
             )
         if cls.__dict__.get("state") is not VariantState.NONE:
             cls.state = VariantState.DIRECTION
+
+    def __new__(cls, *arguments: Any, **options: Any) -> Self:
+        """Raise TypeError for an unknown option, with the nearest one."""
+        check_options(cls, options)
+        return super().__new__(cls)
 
     def __post_init__(self) -> None:
         check_interval("interval", self.interval)

@@ -115,7 +115,7 @@ def test_the_schedules_of_the_page_are_understood():
 
 def test_the_examples_of_own_algorithms_are_what_they_say():
     names = {"__name__": "own"}
-    for block in (b for b in blocks("docs/own_algorithm.md") if b.language == "python" and not b.quoted):
+    for block in (b for b in blocks("docs/own_algorithm.md") if b.language == "python"):
         block.run(names)
         assert len(names["result"].history) == 10
     torch.manual_seed(0)

@@ -181,7 +181,22 @@ def start_finish(make):
     start(algorithm_of(finish_client=lambda self, server, client, results, round: make(client, results.delta)))
 
 
+def dot_of(change):
+    """Run an algorithm that multiplies a vector of the server with the mean of the deltas, after `change`."""
+
+    def step_server(self, server, aggregate, round):
+        change(server["w"], aggregate.mean("delta"))
+        return server
+
+    start(algorithm_of(step_server=step_server))
+
+
 test_refused = refusals(
+    (lambda: dot_of(torch.dot),
+     r"Broken.step_server failed in round 1: RuntimeError: .*Means and sums of an aggregate are float64. Write "
+     r"server\['w'\].double\(\), or aggregate.mean\(name\).to\(server\['w'\].dtype\)", fed.AlgorithmError),
+    (lambda: dot_of(lambda w, mean: torch.lerp(w, mean, 0.5)), "aggregate are float64", fed.AlgorithmError),
+    (lambda: dot_of(lambda w, mean: w[None] @ mean), "aggregate are float64", fed.AlgorithmError),
     (lambda: start(fed.FedSAM), r"FedSAM\(\.\.\.\), not FedSAM"),
     (lambda: start(Bare()), "init_server, init_client"),
     (lambda: start(algorithm_of(init_server=lambda self, w0: w0)), "init_server must return a dict.*Tensor"),

@@ -21,6 +21,7 @@ from fastsam import fed
 from fastsam.fed.callbacks import CSV, EarlyStopping, MLflow, SaveBest, TensorBoard, WandB
 from fastsam.fed.callbacks.logs import numbers
 from fastsam.fed.callbacks.terminal import Countdown, RunProgress, describe, duration
+from tests.helpers import oracle
 from tests.helpers.fed_rundir import Alarm, records, start
 from tests.helpers.fed_runs import same_bits
 
@@ -289,21 +290,73 @@ def test_the_best_model_is_that_of_its_round(tmp_path):
     model.load_state_dict(safetensors.torch.load_file(path))
     assert same_bits(model, models.results[best_round]) and (best.round, best.value) == (best_round, min(losses))
     with safetensors.safe_open(path, "pt") as file:
-        assert file.metadata() == {"round": str(best_round), "metric": "test_loss", "value": str(min(losses))}
+        facts = {"round": str(best_round), "metric": "test_loss", "value": str(min(losses))}
+        assert facts.items() <= file.metadata().items()
     # A resumed run knows the best of before; without the file it begins anew.
     old_bytes = path.read_bytes()
-    start(tmp_path / "run", rounds=9, lr=2.0, resume=True, callbacks=[SaveBest(path, "test_loss")])
+    best = SaveBest(path, "test_loss")
+    start(tmp_path / "run", rounds=9, lr=2.0, resume=True, callbacks=[best])
+    assert (best.round, best.value, best.rounds_since_best) == (best_round, min(losses), 9 - best_round)
     worse = min(losses) < start(tmp_path / "run", rounds=9, lr=2.0, resume=True).history[8]["test_loss"]
     assert worse and path.read_bytes() == old_bytes
     path.unlink()
-    start(tmp_path / "run", rounds=10, lr=2.0, resume=True, callbacks=[SaveBest(path, "test_loss")])
-    assert path.is_file()
+    for rounds in (10, 11):
+        best = SaveBest(path, "test_loss")
+        start(tmp_path / "run", rounds=rounds, lr=2.0, resume=True, callbacks=[best])
+        with safetensors.safe_open(path, "pt") as file:
+            assert best.round == int(file.metadata()["round"]) >= 10
+
+
+OTHER_RUNS: dict[str, dict[str, Any]] = {
+    "options": {"lr": 0.05},
+    "data": {"clients": oracle.ragged_clients(sizes=(8, 9, 10, 11, 12))},
+    "start": {"model": oracle.smooth_model(seed=1)},
+    "algorithm": {"algorithm": fed.FedAvg()},
+}
+
+
+@pytest.mark.parametrize("options", OTHER_RUNS.values(), ids=OTHER_RUNS)
+def test_the_best_model_of_another_run_is_neither_replaced_nor_kept_for_this_one(options, tmp_path):
+    path = tmp_path / "best.safetensors"
+    first = SaveBest(path, "test_loss")
+    start(tmp_path / "first", callbacks=[first])
+    old_bytes = path.read_bytes()
+    words = f"best.safetensors has the model of another run.*round {first.round}.*choose another path"
+    start(tmp_path / "second", rounds=2, **options)
+    for more in ({}, {"resume": True}):  # a new run, and a resumed run
+        directory = tmp_path / ("second" if more else "third")
+        with pytest.raises(fed.CallbackError, match=words):
+            start(directory, callbacks=[SaveBest(path, "test_loss")], **more, **options)
+    assert path.read_bytes() == old_bytes
+
+
+def test_the_best_model_of_the_same_run_begun_anew_is_replaced(tmp_path):
+    path = tmp_path / "best.safetensors"
+    start(tmp_path / "first", callbacks=[SaveBest(path, "test_loss")])
+    best = SaveBest(path, "test_loss")
+    start(tmp_path / "second", callbacks=[best])
+    assert best.value is not None
+    with pytest.raises(fed.CallbackError, match="best.safetensors has the model with the best test_loss"):
+        start(tmp_path / "third", callbacks=[SaveBest(path, "train_loss")])
+    path.write_text("of another program")
+    with pytest.raises(fed.CallbackError, match="best.safetensors is not a file of SaveBest"):
+        start(tmp_path / "fourth", callbacks=[SaveBest(path, "test_loss")])
+
+
+def test_the_best_model_of_rounds_after_the_last_checkpoint_is_kept(tmp_path):
+    """A kill loses the rounds after the checkpoint, and the file is ahead of the records."""
+    path = tmp_path / "best.safetensors"
+    start(tmp_path / "killed", rounds=2)
+    start(tmp_path / "whole", rounds=4, callbacks=[SaveBest(path, "train_loss")])
+    file = path.stat()
+    best = SaveBest(path, "train_loss")
+    start(tmp_path / "killed", rounds=4, resume=True, callbacks=[best])
+    assert best.round == 4 and path.stat().st_mtime_ns == file.st_mtime_ns
 
 
 def test_a_metric_that_was_added_at_resume_counts_from_there(tmp_path):
     start(tmp_path / "run", rounds=3)
     path, options = tmp_path / "best.safetensors", {"metrics": {"f1": lambda outputs, labels: 0.5}, "resume": True}
-    path.write_text("of another run")
     stopping, best = EarlyStopping("test_f1", patience=2), SaveBest(path, "test_f1")
     result = start(tmp_path / "run", rounds=9, callbacks=[stopping, best], **options)
     assert len(result.history) == 6 and stopping.round == best.round == 4

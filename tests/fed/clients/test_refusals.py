@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import numpy as np
 import torch
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset, WeightedRandomSampler
 
@@ -18,6 +19,8 @@ class Streamed(IterableDataset[Any]):
 
 
 GOOD = pairs()[0]
+NAMES = ["cat", "dog"] * 5
+REMEDY = "Number the classes of all clients together: classes, y = numpy.unique"
 
 
 def run_with(client):
@@ -36,6 +39,11 @@ test_refused = refusals(
     (lambda: run_with((GOOD[0][:0], GOOD[1][:0])), 'client 1 has no samples'),
     (lambda: run_with((GOOD[0].to_sparse(), GOOD[1])), 'x of client 1 must be a dense real tensor'),
     (lambda: run_with(GOOD[0]), 'client 1 must be a pair'),
+    # labels that are texts
+    (lambda: run_with((GOOD[0], np.array(NAMES))), f"y of client 1 must be .*, got texts such as 'cat'. {REMEDY}"),
+    (lambda: run_with((GOOD[0], NAMES)), f"y of client 1 must be .*, got texts such as 'cat'. {REMEDY}"),
+    (lambda: run([list(zip(GOOD[0], NAMES, strict=True))]), f"y of texts such as 'cat'. {REMEDY}"),
+    (lambda: run([{"x": GOOD[0], "label": np.array(NAMES)}]), f"client 0: label must be .*. {REMEDY}"),
     (lambda: run_with((GOOD[0], GOOD[1] + 9)), 'client 1: labels must be in 0..'),
     # wrong results of `available`
     (lambda: present(lambda t: [0, 5], 2, 5),

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from fastsam import fed
 from fastsam.fed import data, models
 from fastsam.fed.data import partition
 from fastsam.lab import cli, config, experiment
@@ -158,14 +159,13 @@ def test_its_configs_are_configs(tmp_path: Path, block: str) -> None:
 @pytest.mark.parametrize("block", PYTHON)
 def test_its_python_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, block: str) -> None:
     (tmp_path / "data").mkdir()
-    small_cifar(monkeypatch, tmp_path / "data", 100)
+    small_cifar(monkeypatch, tmp_path / "data", 10)
     monkeypatch.chdir(tmp_path)
 
     def small_data(data_dir: str, clients: int, classes_per_client: int, **options: object) -> data.FederatedData:
-        return data_cifar100(data_dir, clients=2, classes_per_client=2, **options)
+        return data.cifar10(data_dir, clients=2, classes_per_client=2, **options)
 
-    data_cifar100 = data.cifar100
-    monkeypatch.setattr(data, "cifar100", small_data)
+    monkeypatch.setattr(fed, "cifar10", small_data)
     names: dict = {}
     exec(block, names)
     if "clinics" in names:

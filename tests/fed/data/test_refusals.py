@@ -42,7 +42,8 @@ test_refused = refusals(
     (lambda: models.build("cnn", (1, 3, 8), 10, 0), "takes images .* try 'mlp'"),
     (lambda: models.build("cnn", (2, 2), 10, 0), "takes images .* try 'mlp'"),
     # unknown model
-    (lambda: models.build("resnet", (1, 8, 8), 10, 0), "'cnn', 'mlp', .* or an import path .* got 'resnet'"),
+    (lambda: models.build("resnet", (1, 8, 8), 10, 0),
+     "'cnn', 'mlp', .* or an import path .* got 'resnet' .did you mean 'resnet18_gn'"),
     # images that do not fit the model
     (lambda: models.build("emnist_cnn", (1, 5, 9), 10, 0), 'at least 6x6'),
     (lambda: models.build("lenet", (1, 8, 8), 10, 0), 'at least 16x16'),
@@ -88,6 +89,9 @@ test_refused = refusals(
     # splits of a user's data set
     (lambda: fed.split(TensorDataset(*pair(210)), clients=211, alpha=1.0), "211 clients cannot share 210"),
     (lambda: fed.split(TensorDataset(*pair(210)), clients=3, alpha=0.0), "alpha must be"),
+    (lambda: fed.split([(torch.ones(2), name) for name in ("cat", "dog")], clients=2, alpha=None),
+     "labels must be integer class numbers, got texts such as 'cat'. Number the classes of all clients together: "
+     "classes, y = numpy.unique"),
     (lambda: fed.split(TensorDataset(torch.zeros(9, 2), torch.full((9, 1), 0.5)), clients=3, alpha=1.0), "labels"),
     (lambda: fed.digits(clients=1438), "1438 clients cannot share 1437 training samples"),
     # augmentation

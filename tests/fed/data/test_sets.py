@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from fastsam import fed
 from fastsam.fed.data import (
     as_tensors,
     digits,
@@ -23,6 +24,12 @@ from fastsam.fed.data import (
 def pooled_arrays(n: int = 60, classes: int = 3) -> dict[str, np.ndarray]:
     rng = np.random.default_rng(0)
     return {"x": rng.normal(size=(n, 4, 4)), "y": np.arange(n) % classes}
+
+
+def test_sets_that_people_look_for_next_to_the_digits() -> None:
+    assert [getattr(fed, name) for name in ("digits", "cifar10", "cifar100", "emnist")] == [
+        fed.data.SETS[name] for name in ("digits", "cifar10", "cifar100", "emnist")
+    ]
 
 
 def test_digits_sizes_scale_and_classes() -> None:
@@ -170,6 +177,70 @@ def test_a_users_function_by_file_and_by_module(tmp_path: Path, monkeypatch: pyt
         from_function("other.py:make", {})
     with pytest.raises(ValueError, match="no module 'no_such_module'"):
         from_function("no_such_module:make", {})
+
+
+FORMS = """
+import torch
+from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset
+from fastsam import fed
+
+x, y = torch.arange(24.0, dtype=torch.float64).view(12, 2), torch.arange(12) % 3
+pool = TensorDataset(x, y)
+
+class Own(Dataset):
+    def __init__(self, draws=False):
+        self.draws = draws
+    def __len__(self):
+        return 12
+    def __getitem__(self, i):
+        return x[i] + (torch.rand(2) if self.draws else 0), int(y[i])
+
+def make(kind):
+    forms = {
+        "split": lambda: fed.split(pool, clients=3, alpha=1.0),
+        "split of another set": lambda: fed.split(Own(), clients=3, alpha=None),
+        "data sets": lambda: [pool, Own(), list(zip(x, y))],
+        "loaders": lambda: [DataLoader(pool, batch_size=4), DataLoader(Own(), shuffle=True)],
+        "random": lambda: [Own(draws=True)],
+        "ragged": lambda: [[(torch.ones(n), 0) for n in (2, 3)]],
+        "dicts": lambda: [{"x": x, "y": y}],
+        "nothing": lambda: [pool, []],
+    }
+    return forms[kind](), Own()
+"""
+
+
+@pytest.mark.parametrize("kind", ["split", "split of another set", "data sets", "loaders"])
+def test_a_users_function_returns_clients_as_a_run_takes_them(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "my_forms.py").write_text(FORMS)
+    monkeypatch.chdir(tmp_path)
+    data = from_function("my_forms.py:make", {"kind": kind})
+    x, y = data.test
+    rows = {tuple(a): b for a, b in zip(x.tolist(), y.tolist(), strict=True)}
+    for a, b in data:
+        assert a.dtype == torch.float64 and [rows[tuple(row)] for row in a.tolist()] == b.tolist()
+    model = torch.nn.Linear(2, 3)
+    assert len(fed.run(model, data, fed.FedAvg(), rounds=1, participation=1.0).history) == 1
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        ("random", "client 0: reading a sample draws random numbers.*the key augment"),
+        ("ragged", "client 0: its samples make no batch. The commands take one input"),
+        ("dicts", r"client 0 must have samples \(x, y\), got dict. .*fed.run takes other samples"),
+        ("nothing", "client 1 has no samples"),
+    ],
+)
+def test_clients_that_the_commands_cannot_read(
+    kind: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "my_forms.py").write_text(FORMS)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match=words):
+        from_function("my_forms.py:make", {"kind": kind})
 
 
 def test_a_users_module_that_fails_keeps_its_own_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from fastsam import fed
 from fastsam.fed.clients import packed_samples
 from fastsam.fed.clients.prepare import prepare
+from fastsam.fed.executors.stacked_masks import advice
 from tests.helpers import oracle
 from tests.helpers.fed_runs import digest, vector
 
@@ -163,6 +164,17 @@ def test_a_mask_that_python_reads() -> None:
     Reads.__module__ = "transformers.models.reads"
     assert_equal(model=Reads().double())
     assert not torch.compiler.is_compiling()
+
+
+def test_the_mask_of_the_advice_has_the_meaning_of_the_mask_that_was_read() -> None:
+    """Eager attention adds a mask to the scores, and scaled_dot_product_attention takes either kind."""
+    words, present = torch.randn(4, 1, 6, 8), torch.arange(6) < torch.tensor([[3], [6], [2], [5]])
+    expression = advice(RuntimeError("data-dependent control flow")).rpartition(": ")[2]
+    mask = eval(expression, {"torch": torch, "batch": {"attention_mask": present.long()}})
+    expected = F.scaled_dot_product_attention(words, words, words, attn_mask=present[:, None, None, :])
+    eager = torch.softmax(words @ words.mT / 8**0.5 + mask, -1) @ words
+    torch.testing.assert_close(eager, expected)
+    torch.testing.assert_close(F.scaled_dot_product_attention(words, words, words, attn_mask=mask), expected)
 
 
 def test_auto_stacks_trees_as_it_stacks_pairs() -> None:

@@ -37,9 +37,40 @@ def test_models_that_put_out_an_object_with_the_loss() -> None:
     result = run(columns, loss=loss, model=WithLoss(), test=columns[3])
     assert torch.equal(weights(result), weights(plain))
     assert result.history[-1]["test_accuracy"] == plain.history[-1]["test_accuracy"]
+    assert result.summary()["validation"] == "prior" and result.client_accuracies == plain.client_accuracies
     run_without = run(columns, loss=fed.BatchLoss(loss.loss), model=WithLoss(), test=columns[3])
     assert run_without.history[-1]["test_accuracy"] is None
     assert run_without.history[-1]["test_loss"] == pytest.approx(plain.history[-1]["test_loss"], rel=1e-6)
+
+
+def named(name: str, **options: Any) -> fed.Result:
+    """Run on clients whose labels are in the column `name`."""
+
+    def predict(m: Any, batch: Any) -> tuple[Tensor, Tensor]:
+        return m(batch["x"]), batch[name]
+
+    def loss(m: Any, batch: Any) -> Tensor:
+        return F.cross_entropy(*predict(m, batch))
+
+    columns = [{"x": x, name: y} for x, y in pairs()]
+    predicts = options.pop("predicts", True)
+    return run(columns, loss=fed.BatchLoss(loss, predict if predicts else None), test=columns[3], **options)
+
+
+def test_labels_in_a_column_of_another_name(caplog: pytest.LogCaptureFixture) -> None:
+    assert named("label").client_accuracies is not None
+    assert named("target", client_test_split="iid").client_accuracies is not None
+    assert "accuracies" not in caplog.text
+    result = named("target")
+    assert result.history[-1]["test_accuracy"] is not None and result.client_accuracies is None
+    (message,) = [m for m in caplog.messages if "accuracies" in m]
+    assert "a column 'labels'" in message and "client_test_split='iid'" in message
+
+
+def test_a_loss_of_a_batch_without_predict_says_why_there_is_no_accuracy(caplog: pytest.LogCaptureFixture) -> None:
+    assert named("labels", predicts=False).client_accuracies is None
+    (message,) = [m for m in caplog.messages if "accuracies" in m]
+    assert "fed.BatchLoss(loss, predict)" in message
 
 
 def test_a_full_gradient_over_batches_is_that_of_all_samples() -> None:

@@ -1,5 +1,7 @@
 """Numbers over clients with personal models: all accuracies and metrics belong to these models."""
 
+import csv
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -62,6 +64,35 @@ def test_metrics_over_clients_are_of_their_own_models(name: str, split: str) -> 
         assert record["client_brier_each"] == pytest.approx(values)
 
 
+@pytest.mark.parametrize("split", ["prior", "iid", "shared", "own"])
+@pytest.mark.parametrize("name", ["FedAvg", "Ditto"])
+def test_the_accuracy_of_each_client_is_in_the_result_and_in_a_file(name: str, split: str, tmp_path: Path) -> None:
+    test: Any = fed.ClientTestSets(SETS) if split == "own" else TEST
+    options: dict[str, Any] = {} if split == "own" else {"client_test_split": split}
+    options |= {"run_dir": tmp_path / "run", "participation": 1.0, "lr": 0.3, "test": test}
+    algorithm = getattr(fed, name)()
+    for rounds, resume in ((2, False), (3, True), (3, True)):  # the last one evaluates nothing anew
+        result = fed.run(oracle.smooth_model(), CLIENTS, algorithm, rounds=rounds, resume=resume, **options)
+        values = result.client_accuracies
+        assert values is not None and len(values) == len(CLIENTS)
+        record = result.history[-1]
+        assert np.mean(values) == pytest.approx(record["client_accuracy_mean"])
+        assert [min(values), max(values)] == [record["client_accuracy_min"], record["client_accuracy_max"]]
+        if split == "own":
+            assert values == record["client_accuracy_each"]
+        with open(tmp_path / "run" / "clients.csv", newline="") as file:
+            assert [*csv.DictReader(file)] == [
+                {"client": str(i), "accuracy": repr(value)} for i, value in enumerate(values)
+            ]
+
+
+def test_a_client_without_test_samples_has_no_accuracy(tmp_path: Path) -> None:
+    sets = fed.ClientTestSets([SETS[0], None, SETS[2]])
+    result = fed.run(oracle.smooth_model(), CLIENTS, fed.FedAvg(), rounds=1, test=sets, run_dir=tmp_path / "run")
+    assert result.client_accuracies is not None and result.client_accuracies[1] is None
+    assert (tmp_path / "run" / "clients.csv").read_text().splitlines()[2] == "1,"
+
+
 def test_metrics_of_a_regression_too() -> None:
     clients = [(x, x.sum(1, keepdim=True) * (i + 1)) for i, (x, _) in enumerate(CLIENTS)]
     sets = [(x, x.sum(1, keepdim=True) * (i + 1)) for i, (x, _) in enumerate(SETS)]
@@ -73,4 +104,4 @@ def test_metrics_of_a_regression_too() -> None:
     record = result.history[-1]
     assert record["client_mae_each"] == pytest.approx(values)
     assert record["client_mae_mean"] == pytest.approx(np.mean(values)) != pytest.approx(record["test_mae"])
-    assert record["client_accuracy_mean"] is None
+    assert record["client_accuracy_mean"] is None and result.client_accuracies is None

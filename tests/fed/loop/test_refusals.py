@@ -178,7 +178,7 @@ test_refused = refusals(
     (lambda: start(test=(X, Y.float())), r"but not on the test set \(.*y torch.float32 \[6\]\): RuntimeError"),
     (lambda: start(test=(X, Y[:, None])), r"but not on the test set \(.*y torch.int64 \[6, 1\]\): RuntimeError"),
     # models and losses
-    (lambda: start(model="resnet"), 'torch.nn.Module, got str'),
+    (lambda: start(model=3), 'torch.nn.Module, got int'),
     (lambda: start(model=half()), r"float32 or float64.*float16.*model.float\(\)"),
     (lambda: start(model=mixed_model()), 'torch.float32, torch.float64'),
     (lambda: start(model=frozen_model()), 'no trainable parameters'),
@@ -208,6 +208,16 @@ test_refused = refusals(
     (lambda: start(epochs=5), "did you mean 'local_epochs'", TypeError),
     (lambda: start(noise_multiplier=1.0), r"write privacy=fed.Privacy\(noise_multiplier=...\)", TypeError),
     (lambda: start(every=2), r"write measures=fed.NamedMeasures\(\[...\], every=...\)", TypeError),
+    (lambda: start(rho=0.1), r"run\(\) has no option 'rho': write fed.FedSAM\(rho=...\)", TypeError),
+    (lambda: start(rh0=0.1), r"no option 'rh0' \(did you mean 'rho'\?\): write fed.FedSAM\(rho=...\)", TypeError),
+    (lambda: start(noise_multplier=1.0), r"write privacy=fed.Privacy\(noise_multiplier=...\)", TypeError),
+    (lambda: fed.LocalUpdate(rh0=0.1), r"LocalUpdate has no option 'rh0' \(did you mean 'rho'\?\)", TypeError),
+    (lambda: fed.Privacy(noise_multplier=1), "Privacy has no .* .did you mean 'noise_multiplier'", TypeError),
+    (lambda: fed.TopK(shar=0.1), "TopK has no option 'shar' .did you mean 'share'", TypeError),
+    (lambda: fed.NamedMeasures(["train"], evry=2), "NamedMeasures has no .* .did you mean 'every'", TypeError),
+    # a name in place of the model
+    (lambda: start(model="resnet"),
+     r"model must be a torch.nn.Module, got 'resnet'. Make one: .*build\('resnet', in_shape, classes, seed\)"),
     # names in place of algorithms
     (lambda: start(algorithm="fedsam"), r"got the name 'fedsam': write fed.FedSAM\(\)"),
     (lambda: start(algorithm="FedLESAM-D"), r"write fed.FedLESAM_D\(\)"),

@@ -26,8 +26,8 @@ def test_what_a_run_leaves(tmp_path):
     result = start(tmp_path / "a" / "run", config={"name": "mine"})
     directory = result.run_dir
     assert sorted(snapshot(directory)) == [
-        "checkpoint/manifest.json", "checkpoint/server-000003.safetensors", "config.json", "environment.json",
-        "metrics.jsonl", "model.safetensors", "summary.json",
+        "checkpoint/manifest.json", "checkpoint/server-000003.safetensors", "clients.csv", "config.json",
+        "environment.json", "metrics.jsonl", "model.safetensors", "summary.json",
     ]  # fmt: skip
     assert json.loads((directory / "config.json").read_text()) == {"name": "mine"}
     assert json.loads((directory / "summary.json").read_text()) == result.summary()

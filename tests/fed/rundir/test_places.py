@@ -67,7 +67,7 @@ def test_a_pipe_is_refused_instead_of_waited_for(tmp_path, name):
         start(tmp_path / "run", rounds=2, resume=True)
 
 
-@pytest.mark.parametrize("name", ["summary.json", "model.safetensors", "metrics.jsonl", "config.json"])
+@pytest.mark.parametrize("name", ["summary.json", "model.safetensors", "metrics.jsonl", "config.json", "clients.csv"])
 @pytest.mark.parametrize("kind", ["directory", "link"])
 def test_a_file_that_cannot_be_written_is_told_before_the_training(tmp_path, name, kind):
     start(tmp_path / "run", rounds=1)

@@ -13,7 +13,28 @@ MODEL = oracle.smooth_model(torch.float32)  # 73 parameters
 ROWS = fed.ParameterLayout.from_model(MODEL, Layout.from_tensors(trainable(MODEL)))
 
 
+class Local(fed.FedAvg):
+    """An algorithm with these arguments of its LocalUpdate."""
+
+    def __init__(self, *arguments, **options):
+        self.arguments, self.options = arguments, options
+
+    def local_update(self, server, client, round):
+        return fed.LocalUpdate(*self.arguments, **self.options)
+
+
+def start(*arguments, **options):
+    fed.run(oracle.smooth_model(), oracle.ragged_clients(), Local(*arguments, **options), rounds=1)
+
+
 test_refused = refusals(
+    # objects of other kinds
+    (lambda: start("gradient", rho=0.1),
+     "Local.local_update failed before round 1: direction must be a fed.Direction such as fed.Direction.GRADIENT, got "
+     "'gradient'", fed.AlgorithmError),
+    (lambda: start([0.1]), r"direction must be a fed.Direction .* got \[0.1\]", fed.AlgorithmError),
+    (lambda: (fed.LocalUpdate(D.GRADIENT, pilot=fed.Pilot(1, max)), start(D.GRADIENT, pilot=3)),
+     "pilot must be a fed.Pilot or None, got 3", fed.AlgorithmError),
     # options that exclude each other
     (lambda: fed.LocalUpdate(D.PATH), "'path' takes direction_vector of the .*; direction_vector was not given"),
     (lambda: fed.LocalUpdate(D.GRADIENT, drift_weight=1.0),
