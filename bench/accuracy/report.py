@@ -39,8 +39,9 @@ def cell(mean: float, error: float) -> str:
     return f"**{text}**" if abs(mean) > 2 * error else text
 
 
-def pieces(record: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the differences by either protocol in Markdown. Raises ValueError if a task lacks a contender."""
+def pieces(record: Mapping[str, Any], per_task: bool = True) -> Iterator[str]:
+    """Yield the differences by either protocol in Markdown, the first with a column for each task if `per_task` is True.
+    Raises ValueError if a task lacks a contender."""
     tasks = [case | {"who": {row["name"]: row for row in case["rows"]}} for case in record["cases"]]
     for task in tasks:
         if missing_names := sorted({name for other_task in tasks for name in other_task["who"]} - task["who"].keys()):
@@ -48,7 +49,7 @@ def pieces(record: Mapping[str, Any]) -> Iterator[str]:
                 f"task {task['name']!r} lacks {', '.join(missing_names)}: run the command again with --add"
             )
     for protocol, words in PROTOCOLS.items():
-        table = differences(tasks, protocol, per_task=protocol == "steps")
+        table = differences(tasks, protocol, per_task and protocol == "steps")
         yield f"Difference to SGD in percentage points, trained {words}:\n\n{table}"
 
 
