@@ -40,8 +40,10 @@ def cell(mean: float, error: float) -> str:
 
 
 def pieces(record: Mapping[str, Any], per_task: bool = True) -> Iterator[str]:
-    """Yield the differences by either protocol in Markdown, the first with a column for each task if `per_task` is True.
-    Raises ValueError if a task lacks a contender."""
+    """Yield the differences by either protocol in Markdown. Raises ValueError if a task lacks a contender.
+
+    The first table has a column for each task if `per_task` is True.
+    """
     tasks = [case | {"who": {row["name"]: row for row in case["rows"]}} for case in record["cases"]]
     for task in tasks:
         if missing_names := sorted({name for other_task in tasks for name in other_task["who"]} - task["who"].keys()):

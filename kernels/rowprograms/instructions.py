@@ -20,6 +20,7 @@ IGNORED = -100  # a label that does not count
 # Largest number of multiplications of a matrix product with which row programs were measured (see
 # docs/row_programs.md). Larger products use torch.
 MAX_PRODUCTS = 2**25
+_INSTRUCTION, _SPARE = 256, 8 * 2**10  # bytes of an instruction, and of sums, constants of the rule and addresses
 
 
 class NoFormError(ValueError):
@@ -172,3 +173,12 @@ class Input:
 
     def words(self) -> list[int]:
         return [self.labels, self.one, len(self.sizes), *self.sizes, *self.strides]
+
+
+def block_memory(instructions: Sequence[Instruction], inputs: Sequence[Input], scratch: int, width: int) -> int:
+    """Return the number of bytes, rounded up, that a row needs in the memory of its block on CUDA while it trains with
+    two gradients. See `place_rows` in csrc/cuda/rowprograms.cu, and `RowProgram` in program.py for the arguments."""
+    turned = [i.sizes[1] * (i.sizes[2] | 1) for i in instructions if i.code is Code.PRODUCT and i.b.strides[1] != 1]
+    values = 2 * width + scratch + max(turned, default=0)
+    data = sum(prod(tensor.sizes) * (8 if tensor.labels else 4) for tensor in inputs)
+    return 4 * values + data + _INSTRUCTION * len(instructions) + _SPARE

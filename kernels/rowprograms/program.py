@@ -11,19 +11,17 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Sequence
 from functools import cache
-from math import prod
 
 import torch
 from torch import Tensor
 
 from fastsam_kernels import native
-from fastsam_kernels.rowprograms.instructions import Code, Input, Instruction, NoFormError
+from fastsam_kernels.rowprograms.instructions import Input, Instruction, NoFormError
 
 CPU = torch.device("cpu")
 _WIDTHS: dict[tuple[str, int], int] = {}  # width of the result, by device type and program
 FAILURES = ("", "Target", "Sample")  # why a row did not take all its steps, by number: csrc/rowprograms/program.h
 MOST_ON_CUDA = 64  # inputs, and parameters, of a launch: csrc/cuda/rowprograms.h
-_INSTRUCTION, _SPARE = 256, 8 * 2**10  # bytes of an instruction, and of sums, constants of the rule and addresses
 
 
 def why_not(dtype: torch.dtype, device: torch.device) -> str | None:
@@ -31,15 +29,6 @@ def why_not(dtype: torch.dtype, device: torch.device) -> str | None:
     if device.type not in ("cpu", "cuda") or dtype != torch.float32:
         return "row programs are float32, on the CPU or CUDA"
     return native.why_not(device.type)
-
-
-def block_memory(instructions: Sequence[Instruction], inputs: Sequence[Input], scratch: int, width: int) -> int:
-    """Return the number of bytes, rounded up, that a row needs in the memory of its block on CUDA while it trains with
-    two gradients. See `place_rows` in csrc/cuda/rowprograms.cu, and `RowProgram` for the arguments."""
-    turned = [i.sizes[1] * (i.sizes[2] | 1) for i in instructions if i.code is Code.PRODUCT and i.b.strides[1] != 1]
-    values = 2 * width + scratch + max(turned, default=0)
-    data = sum(prod(tensor.sizes) * (8 if tensor.labels else 4) for tensor in inputs)
-    return 4 * values + data + _INSTRUCTION * len(instructions) + _SPARE
 
 
 class RowProgram:

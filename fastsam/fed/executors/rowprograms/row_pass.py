@@ -11,8 +11,7 @@ from torch.fx import Graph
 from fastsam import ops
 from fastsam.arena import Layout
 from fastsam.fed.executors.rowprograms.writer import Writer
-from fastsam_kernels.rowprograms.instructions import SHARED, NoFormError
-from fastsam_kernels.rowprograms.program import block_memory
+from fastsam_kernels.rowprograms.instructions import SHARED, NoFormError, block_memory
 
 
 class RowPass:
