@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
+from bench import evidence as series
 from bench import launches, ncu, ops, steps, whole_steps
 from bench.accuracy import clients, evidence
 from bench.accuracy import training as accuracy
@@ -93,7 +94,9 @@ def worth(options: Options) -> Iterator[Case]:
 
 
 def proof(options: Options) -> Iterator[Case]:
-    """Yield the accuracy of SGD, SAM and variants on scanned digits, then of clients with and without SAM."""
+    """Yield the accuracy of SGD, SAM and variants on MNIST-1D and on scanned digits, then of clients with and without
+    SAM."""
+    yield from series.cases(options)
     if names := options.select(evidence.CONTENDERS):
         for task in REAL_TASKS:
             yield Case("evidence", task, names, partial(evidence.measure, task, names, options.quick))

@@ -98,7 +98,7 @@ COLUMNS: dict[str, Sequence[Column]] = {
         Column("standard deviation", "time.std", digits(1, 100)),
     ),
     **dict.fromkeys(
-        BASELINES,
+        [*BASELINES, "1d-rho"],
         (
             Column("chosen", "chosen", str), Column("steps or rounds", "steps.steps", str),
             Column("accuracy", "steps.mean", digits(1, 100)), Column("standard deviation", "steps.std", digits(1, 100)),

@@ -31,6 +31,7 @@ BARS: dict[str, Bars] = {
     "gpu-step.svg": partial(speeds.gpu_step_bars, "eager"),
     "gpu-captured.svg": partial(speeds.gpu_step_bars, "replayed"),
     "gpu-rounds.svg": speeds.gpu_round_bars,
+    "accuracy.svg": speeds.accuracy_bars,
 }
 PANELS = [*BARS, "variants-wrong.svg", "variants-right.svg", "surfaces-sgd.svg", "surfaces-sam.svg"]
 OTHERS = [recording.FILE.name, "tutorial_federated.svg"]  # drawn by tools/recording.py and tools/notebooks.py

@@ -125,6 +125,7 @@ def draw_surface(axes: Axes, grid: list[list[float]], title: str, lowest: float,
 
 Panel = Callable[[Axes], None]
 TIME, ROUNDS = ("time: less is better", "rounds of FedAvg per second: more is better")
+ACCURACY = "test accuracy in percent: more is better"
 
 
 def bar_panel(bars: Callable[[], Bars], title: str, unit: str) -> Panel:
@@ -164,6 +165,11 @@ def gpu_panels() -> dict[str, Panel]:
         "gpu-captured.svg": bar_panel(captured, f"{gpu}: SAM step in a CUDA graph", TIME),
         "gpu-rounds.svg": bar_panel(speeds.gpu_round_bars, gpu, ROUNDS),
     }
+
+
+def accuracy_panels() -> dict[str, Panel]:
+    """Return the panel of accuracy by file."""
+    return {"accuracy.svg": bar_panel(speeds.accuracy_bars, "MNIST-1D, mean of eight seeds", ACCURACY)}
 
 
 def variants_panels() -> dict[str, Panel]:

@@ -132,6 +132,12 @@ def gpu_round_bars() -> Bars:
     return bars
 
 
+def accuracy_bars() -> Bars:
+    """Return the test accuracy in percent on MNIST-1D by fraction of wrong labels and method, of the MLP."""
+    cases = [case for case in _cases("evidence") if case["part"] == "1d" and case["name"].startswith("mlp")]
+    return {case["title"]: {row["name"]: 100 * row["steps"]["mean"] for row in case["rows"]} for case in cases}
+
+
 def gpu_name() -> str:
     """Return the name of the GPU of these figures."""
     machines = [_record(name)["environment"]["machine"] for name in ("kernels-cuda", "federated-cuda")]

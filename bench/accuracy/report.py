@@ -11,7 +11,8 @@ from typing import Any
 from fastsam.lab.report.table import Table
 
 PROTOCOLS = {"steps": "with the number of steps of SGD", "time": "in SGD's time"}
-BASELINES = {"evidence": "SGD", "clients": "the same algorithm without SAM"}  # parts of the evidence
+# Parts of the evidence: MNIST-1D and scanned digits, and clients.
+BASELINES = {"1d": "SGD", "evidence": "SGD", "clients": "the same algorithm without SAM"}
 WITHOUT_SAM = {"FedSAM": "FedAvg", "FedGAMMA": "SCAFFOLD", "FedSMOO": "FedDyn"}
 Task = Mapping[str, Any]  # a case, with `who`: its rows by name
 Record = Mapping[str, Any]
@@ -75,6 +76,8 @@ def evidence_tables(cases: Sequence[Record]) -> Iterator[str]:
     for part, baseline in BASELINES.items():
         if tasks := [case for case in cases if case["part"] == part]:
             yield f"Accuracy in percent, and the difference to {baseline}:\n\n{_evidence_table(tasks)}"
+            if part == "1d" and (curves := [case for case in cases if case["part"] == "1d-rho"]):
+                yield f"Accuracy of SAM in percent by its radius:\n\n{_curve_table(curves)}"
 
 
 def _baseline(name: str) -> str | None:
@@ -99,6 +102,12 @@ def _evidence_table(tasks: Sequence[Record]) -> str:
     groups = ([base, *(name for name in order if _baseline(name) == base)] for base in order if not _baseline(base))
     rows = [[f"`{name}`", *(_evidence_cell(column, name) for column in columns)] for group in groups for name in group]
     return Table("", ["", *(task["title"] for task in tasks)], rows).markdown()
+
+
+def _curve_table(tasks: Sequence[Record]) -> str:
+    """Return a row for each task, and across the radii."""
+    rows = [[task["title"], *(f"{100 * row['steps']['mean']:.1f}" for row in task["rows"])] for task in tasks]
+    return Table("", ["", *(row["title"] for row in tasks[0]["rows"])], rows).markdown()
 
 
 def _evidence_cell(column: Mapping[str, Sequence[float]], name: str) -> str:
