@@ -47,11 +47,12 @@ class RunView:
         run_dir: Path | None,
         state: RunState,
         export: Callable[[RunState], nn.Module],
+        has_value: Callable[[str, int], bool],
     ) -> None:
         self.config, self.rounds, self.run_dir = dict(config), rounds, run_dir
         self.stopped: str | None = None
         self.error: BaseException | None = None
-        self._state, self._export = state, export
+        self._state, self._export, self._has_value = state, export, has_value
 
     @property
     def round(self) -> int:
@@ -66,6 +67,11 @@ class RunView:
     def model(self) -> nn.Module:
         """Return a copy of the user's model with the global weights after `round` rounds."""
         return self._export(self._state)
+
+    def has_value(self, metric: str, num_rounds: int) -> bool:
+        """Return False if a run that was never interrupted has no value of `metric` after `num_rounds` rounds. A run
+        with fewer rounds, which was resumed, has evaluated its last one."""
+        return self._has_value(metric, num_rounds)
 
     def advance(self, state: RunState) -> None:
         """Move the view to this state of the run."""

@@ -43,6 +43,7 @@ class LocalOptions:
         slots: number of clients that may train at once, None for the executor's choice.
         on_client_error: "exclude" excludes a client whose model or loss raises from the round.
         precision: precision of passes; the model has it already (`update/precision.py`).
+        buffers: the option of the run for buffers that training changes, or None.
     """
 
     momentum: float = 0.0
@@ -59,6 +60,7 @@ class LocalOptions:
     slots: int | None = None
     on_client_error: str = "raise"
     precision: str | None = None
+    buffers: str | None = None
 
 
 STEP_OPTIONS = frozenset({"momentum", "weight_decay", "clip_norm", "clip_scope", "optimizer"})  # options of a step
@@ -81,6 +83,7 @@ class Setup:
         loop: name of the algorithm if it has its own training loop (`Algorithm.train_client`), or "".
         activations: number of bytes that a training pass keeps for its backward pass, without the weights, 0 for
             unknown.
+        writes_parameters: the forward pass writes trained parameters in place.
     """
 
     model: nn.Module
@@ -95,6 +98,7 @@ class Setup:
     cohort: int | None = None
     loop: str = ""
     activations: int = 0
+    writes_parameters: bool = False
 
     @cached_property
     def dtype(self) -> torch.dtype:

@@ -49,14 +49,16 @@ class CallbackHandler:
         directory: RunDirectory | None,
         config: Callable[[], Mapping[str, Any]],
         export: Callable[[RunState], nn.Module],
+        has_value: Callable[[str, int], bool],
     ) -> None:
-        """Begin the run at `state`; collective. `export` returns the model of a state."""
+        """Begin the run at `state`; collective. `export` returns the model of a state. `has_value`: see
+        `Loop.has_value`."""
         self._ranks = ranks
         if ranks.first and self.progress is True:
             self.progress = self._own_bar = self._bar.enter_context(_bar(self._label, self._rounds))
         if self.callbacks and ranks.first:
             path = None if directory is None else directory.path
-            self._view = RunView(config(), self._rounds, path, state, export)
+            self._view = RunView(config(), self._rounds, path, state, export, has_value)
             for callback in self.callbacks:
                 self._call(callback, "on_start")
                 self._active.append(callback)

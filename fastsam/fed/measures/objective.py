@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fastsam.fed.clients.labels import num_labels
-from fastsam.fed.clients.loss_kind import LossKind, default_kind
+from fastsam.fed.clients.loss_kind import LossKind, kind_of
 from fastsam.fed.clients.pairs import Pair
 from fastsam.fed.clients.population import Loss
 from fastsam.fed.clients.set_loss import SetLoss
@@ -46,10 +46,10 @@ class Objective:
             batches: x, y and weight of each batch.
             sets: the batches (x, y) of each set. The value is the mean of the sets' losses. None: all batches are one
                 set.
-            kind: the kind of the loss, by default of a loss that was not called on a probe.
+            kind: the kind of the loss, by default `kind_of(loss)`.
         """
         self.replica, self.loss, self.batches = replica, loss, list(batches)
-        self.kind = default_kind(loss) if kind is None else kind
+        self.kind = kind_of(loss) if kind is None else kind
         self.sets = [[(x, y) for x, y, _ in batches]] if sets is None else sets
 
     @classmethod
@@ -57,7 +57,7 @@ class Objective:
         cls, replica: Replica, loss: Loss, pairs: Sequence[Pair], batch: int = _BATCH, kind: LossKind | None = None
     ) -> Objective:
         """Return the mean over all samples of all `pairs`."""
-        kind = default_kind(loss) if kind is None else kind
+        kind = kind_of(loss) if kind is None else kind
         x, y = torch.cat([x for x, _ in pairs]), torch.cat([y for _, y in pairs])
         batches = _batches(x, y, batch, kind.ignored)
         total = _total(batches)
@@ -69,7 +69,7 @@ class Objective:
     ) -> Objective:
         """Return the mean over the clients of their mean losses, whatever their numbers of samples are. A client
         without a label does not count."""
-        kind = default_kind(loss) if kind is None else kind
+        kind = kind_of(loss) if kind is None else kind
         clients = [batches for x, y in pairs if (batches := _batches(x, y, batch, kind.ignored))]
         sets, totals = (
             [[(a, b) for a, b, _ in batches] for batches in clients],
