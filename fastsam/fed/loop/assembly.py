@@ -66,6 +66,7 @@ def assemble(
         names is None or bool(names), sorted(ALONG_THE_PATH.intersection(names or ())), loss_kind=trial.loss_kind,
         measures=names or (), set_sizes=_set_sizes(population, settings.measures),
         written_parameters=effects.written_parameters,
+        gradient_bytes=_measured_samples(population, settings.measures) * trial.sample_activations,
     )  # fmt: skip
     check(facts)
     patterns = list(getattr(algorithm, "own_parameters", lambda model: ())(user_model))
@@ -115,7 +116,14 @@ def assemble(
 def _set_sizes(population: Population, measures: Any) -> dict[str, int]:
     """Return the numbers of samples of the sets whose loss the run records, by the option that requests it."""
     sizes = {"test=": population.test_size}
-    if isinstance(measures, NamedMeasures) and "train" in measures.names and population.clients.has_all_sizes:
-        total = sum(population.clients.sizes)
-        sizes["measures=['train']"] = total if measures.samples is None else min(total, measures.samples)
+    if isinstance(measures, NamedMeasures) and "train" in measures.names:
+        sizes["measures=['train']"] = _measured_samples(population, measures)
     return sizes
+
+
+def _measured_samples(population: Population, measures: Any) -> int:
+    """Return the number of samples of the clients that named measures read, 0 if it is unknown."""
+    if not isinstance(measures, NamedMeasures) or not population.clients.has_all_sizes:
+        return 0
+    total = sum(population.clients.sizes)
+    return total if measures.samples is None else min(total, measures.samples)

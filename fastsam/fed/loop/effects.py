@@ -32,7 +32,7 @@ class Effects:
     written_parameters: tuple[str, ...] = ()
 
     def join(self, other: Effects) -> Effects:
-        """Return the effects of both. The functions that draw are unknown if one of the two does not know its functions."""
+        """Return the effects of both. The functions that draw are unknown (empty) if one of the two is unknown."""
         draws = self.draws if other.draws is None else other.draws
         if self.draws is not None and other.draws is not None:
             draws = self.draws | other.draws if self.draws and other.draws else frozenset()

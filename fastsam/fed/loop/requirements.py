@@ -21,6 +21,7 @@ from fastsam.fed.update.variant import StepVariant
 
 ACCOUNTED = ("bernoulli", "fixed", "shuffled")  # samplers whose law dp-accounting knows
 MIN_COHORT = 3  # least clients of a round with a majority against one client
+ACTIVATIONS = 4 * 2**30  # most bytes that a gradient of a set of samples may keep
 _MEAN = LossKind()
 Contradiction = tuple[str, str, str, str]  # an option, its need, what the run has instead, and a remedy
 
@@ -45,6 +46,7 @@ class Facts:
         loss_kind: the kind of the loss.
         measures: names of the measures.
         set_sizes: numbers of samples of the sets whose loss is recorded, by the option that requests it.
+        gradient_bytes: bytes that a gradient of all measured samples at once keeps, 0 if unknown.
         written_parameters: trained parameters that a forward pass writes in place.
     """
 
@@ -63,6 +65,7 @@ class Facts:
     loss_kind: LossKind = _MEAN
     measures: Sequence[str] = ()
     set_sizes: Mapping[str, int] = field(default_factory=dict)
+    gradient_bytes: float = 0.0
     written_parameters: Sequence[str] = ()
 
     @property
@@ -308,8 +311,9 @@ def _of_loss(facts: Facts) -> Iterator[Contradiction]:
         reason = f"{needs}, because a client's full gradient is a mean over batches"
         yield facts.name, reason, lack, REMEDY
     for name in facts.measures:
-        if name in OF_GRADIENTS:
-            yield f"measures=[{name!r}]", needs, lack, "Use one of them, or leave the measure out"
+        if name in OF_GRADIENTS and facts.gradient_bytes > ACTIVATIONS:
+            reason = f"{needs}, because a gradient of all samples at once keeps {facts.gradient_bytes / 2**30:.0f} GiB"
+            yield f"measures=[{name!r}]", reason, lack, "Use one of them, or fed.NamedMeasures([...], samples=1000)"
     for request, samples in facts.set_sizes.items():
         if samples * kind.sample_bytes > LIMIT:
             reason = f"{needs}, because outputs and labels of {kind.sample_bytes:.0f} bytes a sample exceed the "

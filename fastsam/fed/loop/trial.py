@@ -35,6 +35,7 @@ class Trial:
         example: the batch of the trial: inputs and labels, or a tree of tensors and None.
         loss_kind: the kind of the loss.
         activations: number of bytes that a training pass keeps for its backward pass (`Setup.activations`).
+        sample_activations: the same for one sample.
     """
 
     classifies: bool
@@ -42,6 +43,7 @@ class Trial:
     example: tuple[Any, Any]
     loss_kind: LossKind
     activations: int
+    sample_activations: float
 
 
 def try_model(
@@ -80,7 +82,7 @@ def try_model(
     if problem := guard.find_problem(has_fixed_buffers=False):
         raise ValueError(f"in evaluation mode {problem}")
     example = (batch, None) if population.clients.is_batched else (batch[0], batch[1])
-    return Trial(classifies, effects, example, kind, activations)
+    return Trial(classifies, effects, example, kind, activations, activations / samples)
 
 
 @torch.no_grad()

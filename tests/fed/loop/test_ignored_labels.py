@@ -51,15 +51,12 @@ def test_measures_are_over_labelled_samples(name: str) -> None:
     loss, ignored = TORCH_LOSSES[name]
     clients = samples(ignored, (700, 20, 680))
     options: dict[str, Any] = {"rounds": 2, "participation": 1.0, "batch_size": 100, "loss": loss}
-    measures: Any = ["train"] if name == "of a user" else MEASURES  # the others are of losses that are means
-    result = fed.run(oracle.smooth_model(), clients, fed.FedAvg(), measures=measures, **options)
+    result = fed.run(oracle.smooth_model(), clients, fed.FedAvg(), measures=MEASURES, **options)
     record, model = result.history[-1], result.model
     labelled = [(x[y != ignored], y[y != ignored]) for x, y in clients]
     x, y = (torch.cat(parts) for parts in zip(*labelled, strict=True))
     assert record["train_set_loss"] == pytest.approx(F.cross_entropy(model(x), y).item(), rel=1e-9)
     assert record["train_set_accuracy"] == accuracy(model, x, y, ignored)
-    if measures is not MEASURES:
-        return
     assert record["margin_risk"] == pytest.approx(sum(margin_risk(model, *pair) for pair in labelled) / 3)
     assert record["sharpness"] == pytest.approx(sharpness(model, x, y), rel=1e-6)
     gradients = torch.stack([gradient(model, *pair) for pair in labelled])

@@ -1,6 +1,7 @@
-"""Losses of sets are one call on all outputs and labels, unless they are means. Measures of gradients refuse a loss
-that is not a mean."""
+"""Losses of sets are one call on all outputs and labels, unless they are means, and so are their
+gradients."""
 
+import copy
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -17,9 +18,9 @@ from fastsam.fed.clients import set_loss
 from fastsam.fed.clients.batch_loss import BatchLoss, PairLoss
 from fastsam.fed.clients.loss_kind import kind_of
 from fastsam.fed.loop import requirements
-from fastsam.fed.measures import NAMES
 from tests.helpers import oracle
 from tests.helpers.fed_refusals import refusals
+from tests.helpers.fed_runs import vector
 
 WEIGHTS = torch.tensor([0.1, 1.0, 4.0], dtype=torch.float64)
 CLIENTS = oracle.ragged_clients(sizes=(700, 30, 600))
@@ -270,13 +271,7 @@ def penalised_loss(outputs: tuple[Tensor, Tensor], y: Tensor) -> Tensor:
 
 
 WEIGHTED = nn.CrossEntropyLoss(weight=WEIGHTS)
-OF_GRADIENTS = sorted(NAMES.keys() - {"train", "consistency", "drifts", "dual_gap"})
 test_refused = refusals(
-    *((lambda name=name: run(WEIGHTED, measures=[name], run_dir="run"),
-       rf"measures=\['{name}'\] needs a loss that is a mean over samples, but CrossEntropyLoss may be none: only")
-      for name in OF_GRADIENTS),
-    (lambda: run(lambda out, y: F.cross_entropy(out, y), measures=["sharpness"], run_dir="run"),
-     r"measures=\['sharpness'\] needs a loss .* but <lambda> may be none: only torch's own losses without weights"),
     (lambda: fed.run(oracle.smooth_model(), CLIENTS, fed.MimeLite(), rounds=1, loss=WEIGHTED, run_dir="run"),
      r"MimeLite needs a loss that is a mean over samples, because .* fed.BatchLoss\(f\)"),
     (lambda: fed.run(Penalised(), CLIENTS, fed.FedAvg(), rounds=1, loss=penalised_loss, test=TEST, run_dir="run"),
@@ -284,10 +279,33 @@ test_refused = refusals(
 )  # fmt: skip
 
 
-def test_other_measures_are_served() -> None:
-    record = run(WEIGHTED, measures=["train", "consistency", "drifts"]).history[-1]
-    assert record["train_set_loss"] > 0 and record["consistency"] > 0 and record["e_w"] > 0
-    assert run(nn.CrossEntropyLoss(label_smoothing=0.1), measures=["sharpness"]).history[-1]["sharpness"] > 0
+def gradient(loss: Any, model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    parts = torch.autograd.grad(loss(model(x), y), list(model.parameters()))
+    return torch.cat([part.flatten() for part in parts])
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_measures_of_gradients_are_of_all_samples_at_once(name: str) -> None:
+    loss, names = LOSSES[name], fed.NamedMeasures(["sharpness", "variances"], rho=0.1)
+    result = run(loss, measures=names)
+    record, model = result.history[-1], result.model
+    x, y = (torch.cat(parts) for parts in zip(*CLIENTS, strict=True))
+    moved, g = copy.deepcopy(model), gradient(loss, model, x, y)
+    nn.utils.vector_to_parameters(vector(model) + 0.1 * g / g.norm(), moved.parameters())
+    expected = loss(moved(x), y).item() - loss(model(x), y).item()
+    assert record["sharpness"] == pytest.approx(expected, rel=1e-6)
+    gradients = torch.stack([gradient(loss, model, *pair) for pair in CLIENTS])
+    spread = (gradients - gradients.mean(0)).square().sum(1).mean().sqrt()
+    assert record["sigma_g"] == pytest.approx(float(spread), rel=1e-9)
+
+
+def test_measures_of_many_activations_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(requirements, "ACTIVATIONS", 1000)
+    words = r"measures=\['sharpness'\] needs a loss .* all samples at once .* CrossEntropyLoss .*samples=1000"
+    with pytest.raises(ValueError, match=words):
+        run(WEIGHTED, measures=["sharpness"])
+    run("cross_entropy", measures=["sharpness"])
+    run(WEIGHTED, measures=["train"])
 
 
 def test_sets_above_the_limit_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
