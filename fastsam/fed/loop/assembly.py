@@ -67,6 +67,7 @@ def assemble(
         measures=names or (), set_sizes=_set_sizes(population, settings.measures),
         written_parameters=effects.written_parameters,
         gradient_bytes=_measured_samples(population, settings.measures) * trial.sample_activations,
+        client_bytes=max(population.clients.known_sizes.values(), default=0) * trial.sample_activations,
     )  # fmt: skip
     check(facts)
     patterns = list(getattr(algorithm, "own_parameters", lambda model: ())(user_model))

@@ -47,6 +47,7 @@ class Facts:
         measures: names of the measures.
         set_sizes: numbers of samples of the sets whose loss is recorded, by the option that requests it.
         gradient_bytes: bytes that a gradient of all measured samples at once keeps, 0 if unknown.
+        client_bytes: the same for the largest known client.
         written_parameters: trained parameters that a forward pass writes in place.
     """
 
@@ -66,6 +67,7 @@ class Facts:
     measures: Sequence[str] = ()
     set_sizes: Mapping[str, int] = field(default_factory=dict)
     gradient_bytes: float = 0.0
+    client_bytes: float = 0.0
     written_parameters: Sequence[str] = ()
 
     @property
@@ -307,8 +309,9 @@ def _of_loss(facts: Facts) -> Iterator[Contradiction]:
     if kind.is_mean:
         return
     needs, lack = "a loss that is a mean over samples", f"{kind.name} may be none: {UNKNOWN}"
-    if facts.update is not None and facts.update.full_gradient:
-        reason = f"{needs}, because a client's full gradient is a mean over batches"
+    if facts.update is not None and facts.update.full_gradient and facts.client_bytes > ACTIVATIONS:
+        size = f"{facts.client_bytes / 2**30:.0f} GiB"
+        reason = f"{needs}, because a gradient of all samples of a client at once keeps {size}"
         yield facts.name, reason, lack, REMEDY
     for name in facts.measures:
         if name in OF_GRADIENTS and facts.gradient_bytes > ACTIVATIONS:

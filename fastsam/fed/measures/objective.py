@@ -24,7 +24,7 @@ class Objective:
     augmentation). The weights are the shares of labels that the loss does not ignore.
 
     For the value, the loss is called once on all outputs of a set (`SetLoss`). Gradients are averaged over batches if
-    the loss is a mean. Of any other loss a set is one batch, whose activations are kept together.
+    the loss is a mean. Otherwise a set is one batch, whose activations are kept together.
 
     Weights are flat `[row_size]` rows of the replica's layout in any floating-point dtype; they are rounded to the
     dtype of the model. The replica's row is scratch: every call overwrites it. Its buffers are used as they are.

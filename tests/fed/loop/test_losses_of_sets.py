@@ -1,5 +1,5 @@
-"""Losses of sets are one call on all outputs and labels, unless they are means, and so are their
-gradients."""
+"""Losses of sets are one call on all outputs and labels, unless they are means. Gradients of a set
+are exact too."""
 
 import copy
 from collections.abc import Callable, Sequence
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils.data import default_collate
 
 from fastsam import fed
+from fastsam.arena import Layout
 from fastsam.fed.clients import set_loss
 from fastsam.fed.clients.batch_loss import BatchLoss, PairLoss
 from fastsam.fed.clients.loss_kind import kind_of
@@ -42,9 +43,9 @@ LOSSES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 
 def run(loss: Any, **options: Any) -> fed.Result:
     common: dict[str, Any] = {"rounds": 1, "participation": 1.0, "batch_size": 100, "lr": 1e-3, "loss": loss}
-    clients = options.pop("clients", CLIENTS)
+    clients, algorithm = options.pop("clients", CLIENTS), options.pop("algorithm", fed.FedAvg())
     return fed.run(
-        oracle.smooth_model(), clients, fed.FedAvg(), **{"test": TEST, "measures": ["train"], **common, **options}
+        oracle.smooth_model(), clients, algorithm, **{"test": TEST, "measures": ["train"], **common, **options}
     )
 
 
@@ -272,8 +273,6 @@ def penalised_loss(outputs: tuple[Tensor, Tensor], y: Tensor) -> Tensor:
 
 WEIGHTED = nn.CrossEntropyLoss(weight=WEIGHTS)
 test_refused = refusals(
-    (lambda: fed.run(oracle.smooth_model(), CLIENTS, fed.MimeLite(), rounds=1, loss=WEIGHTED, run_dir="run"),
-     r"MimeLite needs a loss that is a mean over samples, because .* fed.BatchLoss\(f\)"),
     (lambda: fed.run(Penalised(), CLIENTS, fed.FedAvg(), rounds=1, loss=penalised_loss, test=TEST, run_dir="run"),
      r"penalised_loss is called once on a set, .* without a row for each sample \(\[512, 3\], \[\], .*BatchLoss"),
 )  # fmt: skip
@@ -304,8 +303,30 @@ def test_measures_of_many_activations_are_refused(monkeypatch: pytest.MonkeyPatc
     words = r"measures=\['sharpness'\] needs a loss .* all samples at once .* CrossEntropyLoss .*samples=1000"
     with pytest.raises(ValueError, match=words):
         run(WEIGHTED, measures=["sharpness"])
-    run("cross_entropy", measures=["sharpness"])
+    with pytest.raises(ValueError, match=r"MimeLite needs a loss .* of a client at once .* fed.BatchLoss\(f\)"):
+        run(WEIGHTED, algorithm=fed.MimeLite(), measures=())
+    run("cross_entropy", algorithm=fed.MimeLite(), measures=["sharpness"])
     run(WEIGHTED, measures=["train"])
+
+
+@pytest.mark.parametrize("executor", ["sequential", "vmap"])
+@pytest.mark.parametrize("name", LOSSES)
+def test_a_full_gradient_is_of_all_samples_at_once(name: str, executor: str) -> None:
+    """The server's momentum after a round is beta times the mean of the clients' gradients at the start."""
+
+    class Keeps(fed.MimeLite):
+        def step_server(self, server: Any, aggregate: Any, round: Any) -> Any:
+            states.append(super().step_server(server, aggregate, round))
+            return states[-1]
+
+    states: list[Any] = []
+    loss, model = LOSSES[name], oracle.smooth_model()
+    common: dict[str, Any] = {"rounds": 1, "participation": 1.0, "batch_size": 100, "lr": 1e-3, "loss": loss}
+    fed.run(model, CLIENTS, Keeps(beta=0.9), executor=executor, **common)
+    layout = Layout.from_tensors(list(model.parameters()))
+    actual = torch.cat([view.flatten() for view in layout.views(states[0]["m"])])
+    expected = 0.9 * torch.stack([gradient(loss, model, *pair) for pair in CLIENTS]).mean(0)
+    assert torch.allclose(actual, expected, rtol=1e-9, atol=1e-15)
 
 
 def test_sets_above_the_limit_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
