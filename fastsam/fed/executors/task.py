@@ -329,7 +329,7 @@ class Task:
 
     def batches_at_start(self) -> Iterator[tuple[Any, Any, float]]:
         """Yield the batches of a gradient before the first step, with the share of each in the mean: a pilot's, or all
-        samples, in one batch if the loss is no mean. Samples without a label that counts have no share."""
+        samples, in one batch if the loss is not a mean. Samples without a label that counts have no share."""
         pilot = self.update.pilot
         if pilot is not None:
             share = 1 / min(pilot.batches, len(self.batch_sizes()))
