@@ -51,11 +51,12 @@ class RunView:
         state: RunState,
         export: Callable[[RunState], nn.Module],
         identity: Callable[[], Mapping[str, Any]],
+        has_value: Callable[[str, int], bool],
     ) -> None:
         self.config, self.rounds, self.run_dir = dict(config), rounds, run_dir
         self.stopped: str | None = None
         self.error: BaseException | None = None
-        self._state, self._export, self._identity = state, export, identity
+        self._state, self._export, self._identity, self._has_value = state, export, identity, has_value
 
     @cached_property
     def fingerprint(self) -> str:
@@ -75,6 +76,11 @@ class RunView:
     def model(self) -> nn.Module:
         """Return a copy of the user's model with the global weights after `round` rounds."""
         return self._export(self._state)
+
+    def has_value(self, metric: str, num_rounds: int) -> bool:
+        """Return False if a run that was never interrupted has no value of `metric` after `num_rounds` rounds. A run
+        with fewer rounds, which was resumed, has evaluated its last one."""
+        return self._has_value(metric, num_rounds)
 
     def advance(self, state: RunState) -> None:
         """Move the view to this state of the run."""

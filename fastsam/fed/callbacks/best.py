@@ -61,9 +61,10 @@ class Best(Callback):
         return better
 
     def _take_history(self, run: RunView) -> None:
-        """Take the records of the earlier rounds. They lack a metric that was added when the run was resumed."""
+        """Take the records of the earlier rounds, as an uninterrupted run has them. They lack a metric that was added
+        when the run was resumed."""
         for record in run.history:
-            if self.metric in record:
+            if self.metric in record and run.has_value(self.metric, record["round"]):
                 self.take(record)
 
     def on_end(self, run: RunView, result: Result | None) -> None:

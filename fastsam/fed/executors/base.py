@@ -39,6 +39,13 @@ class ClientError(RuntimeError):
         failure.client_ids, failure.reason = tuple(clients), f"it raised {description} (local step {step}{block_note})"
         return failure
 
+    @classmethod
+    def from_model(cls, clients: Sequence[int], round: int, step: int, problem: str) -> ClientError:
+        """Return the error of a model that has changed in a pass of clients. To exclude them would not mend it."""
+        failure = cls.from_error(clients, round, step, ValueError(problem))
+        failure.client_ids = ()
+        return failure
+
 
 def refusal(setup: Setup, supported_options: frozenset[str] = SGD_OPTIONS) -> str | None:
     """Return the reason why an executor that takes steps of several clients together cannot serve a run, or None."""

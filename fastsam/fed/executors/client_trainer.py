@@ -91,6 +91,11 @@ class ClientTrainer:
             task.buffers(buffers),
         )
         self._global_weights = start
+        if self.setup.writes_parameters and not task.update.constants.variant.serves_writes:
+            raise ValueError(
+                "a forward pass writes trained parameters in place, which this round's local update would lose. It has "
+                "passes at perturbed weights, or before the first step. Compute the value in forward()"
+            )
         self.k, self.extra_backward_passes, self.snapshots = 0, 0, {}
         if task.setup.population.clients.is_batched:
             with self.client_errors:
@@ -133,6 +138,7 @@ class ClientTrainer:
         self, num_samples: int, backward_passes: int, extra: Mapping[str, Tensor] | None = None
     ) -> ClientResults:
         """Return the results of the client, with these counts and the tensors of a loop."""
+        self.check_model()
         buffers = self.replica.buffers
         return ClientResults(
             client_ids=(self.task.client,),
@@ -146,6 +152,12 @@ class ClientTrainer:
             extra=extra or {},
             **self.rows.results(self.start),
         )
+
+    def check_model(self) -> None:
+        """Raise ClientError if a pass of the client has left the model in a state that the next client would see."""
+        problem = self.replica.guard.find_problem(self.setup.options.buffers is None)
+        if problem is not None:
+            raise ClientError.from_model([self.task.client], self.task.round, self.k, problem)
 
     def begin_again(self, update: LocalUpdate, start: Tensor) -> None:
         """Begin with another model of the same client, from the weights `start` and the client's first buffers.
@@ -199,10 +211,13 @@ class ClientTrainer:
         return self.rows.step(self._pass, x, y, kept, writes_eps)
 
     def _pass(self, x: Any, y: Any, is_second: bool) -> tuple[Tensor, Gradients]:
-        """Run a pass of a step. BatchNorm statistics are updated only in the pass at the unperturbed weights."""
-        if is_second:
-            return self.pass_without_buffers(x, y)
-        return self.run_pass(x, y, self.first_objective)
+        """Run a pass of a step. Only the pass at the unperturbed weights changes the model: BatchNorm statistics, and
+        weights that a forward pass writes in place. A write at perturbed weights is restored with the weights."""
+        result = self.pass_without_buffers(x, y) if is_second else self.run_pass(x, y, self.first_objective)
+        if self.setup.writes_parameters and self.rows.w is not None:
+            source, target = (self.rows.w, self.z) if is_second else (self.z, self.rows.w)
+            target.copy_(source)
+        return result
 
     def run_pass(self, x: Any, y: Any, objective: Objective | None = None) -> tuple[Tensor, Gradients]:
         """Run a forward and backward pass of step `k`: of the loss, or of `objective` if it is given."""

@@ -106,6 +106,8 @@ class LaneRows:
         """Return the results of the clients in the rows from `slot` on."""
         first, rows = trainers[0], self.window(slot, slot + len(trainers))
         rows.set_variant(first.rows.variant)
+        for trainer in trainers:
+            trainer.check_model()
         buffers = [buffer_displacement(t.replica.buffers, t.buffers)[None] for t in trainers if t.replica.buffers]
         has_start = first.task.update.start is not None
         return ClientResults(

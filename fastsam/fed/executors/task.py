@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from fastsam.arena import Layout
 from fastsam.fed.clients.batch_loss import PairLoss, split_pair
 from fastsam.fed.clients.labels import ignored_label, num_labels
+from fastsam.fed.clients.loss_kind import kind_of
 from fastsam.fed.clients.population import Loss, Population, apply_augment
 from fastsam.fed.clients.samples import ClientDataset, Tensors
 from fastsam.fed.common import seeds
@@ -43,6 +44,7 @@ class LocalOptions:
         slots: number of clients that may train at once, None for the executor's choice.
         on_client_error: "exclude" excludes a client whose model or loss raises from the round.
         precision: precision of passes; the model has it already (`update/precision.py`).
+        buffers: the option of the run for buffers that training changes, or None.
     """
 
     momentum: float = 0.0
@@ -59,6 +61,7 @@ class LocalOptions:
     slots: int | None = None
     on_client_error: str = "raise"
     precision: str | None = None
+    buffers: str | None = None
 
 
 STEP_OPTIONS = frozenset({"momentum", "weight_decay", "clip_norm", "clip_scope", "optimizer"})  # options of a step
@@ -81,6 +84,7 @@ class Setup:
         loop: name of the algorithm if it has its own training loop (`Algorithm.train_client`), or "".
         activations: number of bytes that a training pass keeps for its backward pass, without the weights, 0 for
             unknown.
+        writes_parameters: the forward pass writes trained parameters in place.
     """
 
     model: nn.Module
@@ -95,6 +99,7 @@ class Setup:
     cohort: int | None = None
     loop: str = ""
     activations: int = 0
+    writes_parameters: bool = False
 
     @cached_property
     def dtype(self) -> torch.dtype:
@@ -129,6 +134,11 @@ class Setup:
         """The label that the loss ignores, if clients may have it. A mean over batches is then over labels."""
         ignored, labels = ignored_label(self.loss), self.population.clients.labels_together()
         return None if ignored is None or (labels is not None and not bool((labels[0] == ignored).any())) else ignored
+
+    @cached_property
+    def has_mean_loss(self) -> bool:
+        """True if the mean of the gradients of batches is the gradient of the loss of all their samples."""
+        return kind_of(self.loss).is_mean
 
     def orders(self, round: int, clients: Sequence[int], epoch: int) -> Tensor:
         """Return the orders of the samples of some clients in an epoch, int64 `[clients, longest]` on the CPU. The
@@ -319,23 +329,24 @@ class Task:
 
     def batches_at_start(self) -> Iterator[tuple[Any, Any, float]]:
         """Yield the batches of a gradient before the first step, with the share of each in the mean: a pilot's, or all
-        samples. Samples without a label that counts have no share."""
+        samples, in one batch if the loss is not a mean. Samples without a label that counts have no share."""
         pilot = self.update.pilot
         if pilot is not None:
             share = 1 / min(pilot.batches, len(self.batch_sizes()))
             yield from ((x, y, share) for x, y in islice(self.batches(), pilot.batches))
             return
-        counts = [n for _, _, n in self._full_batches()] if self.setup.ignored is not None else None
+        size = self.setup.options.batch_size if self.setup.has_mean_loss else self.samples
+        counts = [n for _, _, n in self._full_batches(size)] if self.setup.ignored is not None else None
         total = self.samples if counts is None else max(1, sum(counts))
-        yield from ((x, y, n / total) for x, y, n in self._full_batches())
+        yield from ((x, y, n / total) for x, y, n in self._full_batches(size))
 
     def full_batches(self) -> Iterator[tuple[Any, Any]]:
         """Yield all samples once in batches, in stored order."""
-        yield from ((x, y) for x, y, _ in self._full_batches())
+        yield from ((x, y) for x, y, _ in self._full_batches(self.setup.options.batch_size))
 
-    def _full_batches(self) -> Iterator[tuple[Any, Any, int]]:
-        """Yield all samples once in batches, in stored order, with the number of labels that count."""
-        size, ignored = self.setup.options.batch_size, self.setup.ignored
+    def _full_batches(self, size: int) -> Iterator[tuple[Any, Any, int]]:
+        """Yield all samples once in batches of `size`, in stored order, with the number of labels that count."""
+        ignored = self.setup.ignored
         if self.dataset is not None:
             has_labels = isinstance(self.setup.loss, PairLoss)
             for batch, n in self.dataset.batches(size):

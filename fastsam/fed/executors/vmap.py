@@ -28,6 +28,7 @@ from fastsam.fed.executors.client_block import (
     rows_to_keep,
     runs,
     slots_of,
+    tasks_of,
 )
 from fastsam.fed.executors.gradient_passes import Gradients
 from fastsam.fed.executors.local_rows import KeptRow, LocalRows
@@ -189,7 +190,10 @@ class Vmap(Executor):
             row = end
 
     def _close(self, blocks: list[ClientBlock]) -> Iterator[ClientResults]:
-        """Yield the results of finished clients, in groups with the same fields."""
+        """Yield the results of finished clients, in groups with the same fields. Raises ClientError if a pass has
+        changed the model, which stacked clients share."""
+        if blocks and (problem := self.replica.guard.find_problem(has_fixed_buffers=True)):
+            raise self._model_error(blocks, problem)
         groups: dict[object, list[ClientBlock]] = {}
         for block in blocks:
             groups.setdefault(block.variant, []).append(block)
@@ -315,7 +319,13 @@ class Vmap(Executor):
         try:
             return self.passes.run(rows, *batch)
         except Exception as error:
-            raise client_error(blocks, error) from error
+            problem = self.replica.guard.find_problem(has_fixed_buffers=True)
+            raise (self._model_error(blocks, problem) if problem else client_error(blocks, error)) from error
+
+    @staticmethod
+    def _model_error(blocks: Sequence[ClientBlock], problem: str) -> ClientError:
+        tasks = tasks_of(blocks)
+        return ClientError.from_model([task.client for task in tasks], tasks[0].round, blocks[0].k, problem)
 
 
 def _shapes_of(pair: tuple[ClientBlock, WeightedBatch]) -> list[tuple[int, ...]]:

@@ -32,7 +32,7 @@ from fastsam.fed.rundir.checkpoint import RunState
 from fastsam.fed.stages.noise import noise_of
 from fastsam.fed.stages.order import chain
 from fastsam.fed.sums.ranks import Ranks
-from fastsam.fed.update.model_copy import Replica, trainable
+from fastsam.fed.update.model_copy import Replica, copy_model, trainable
 from fastsam.fed.update.parameter_layout import ParameterLayout
 
 log = logging.getLogger("fastsam.fed")
@@ -59,31 +59,36 @@ def assemble(
 ) -> tuple[Loop, RunState]:
     """Return a run, and its state before the first round. `model` is `user_model`, or a copy of it in another memory
     format."""
-    device, clients, layout = population.device, len(population.clients), Layout.from_tensors(trainable(model))
+    device, clients, effects = population.device, len(population.clients), trial.effects
+    # The copies of all clients share its frozen parameters, which a model may write: the user's must stay.
+    model = copy_model(model).to(device)
+    layout = Layout.from_tensors(trainable(model))
     parameter_layout = ParameterLayout.from_model(user_model, layout)
     view = Replica.new(model, layout, device)
     metrics = resolve(settings.metrics)
     mode, seed, batch_size = settings.client_test_split, settings.seed, settings.batch_size
     evaluator = Evaluator(loss, population, trial.classifies, mode, seed, metrics, batch_size, trial.loss_kind)
-    if metrics:
-        evaluator(view.module)  # errors of metrics come before the first round
+    if metrics or not trial.loss_kind.is_mean:
+        evaluator(view.module)  # errors of metrics, and of a loss that needs all outputs, come before the first round
         evaluator.client_accuracies = None
     if ranks.first and population.test_size:
         _warn_of_accuracies(evaluator)
     names = settings.measures.names if isinstance(settings.measures, NamedMeasures) else None
     cohort = sampling.likely(settings.sampler, clients, settings.share_of(clients))
     facts = Facts(
-        settings, algorithm, ranks.size, clients, cohort, trial.changed_buffers, (), population.clients.has_all_sizes,
+        settings, algorithm, ranks.size, clients, cohort, effects.changed_buffers, (), population.clients.has_all_sizes,
         names is None or bool(names), sorted(ALONG_THE_PATH.intersection(names or ())), loss_kind=trial.loss_kind,
         measures=names or (), set_sizes=_set_sizes(population, settings.measures),
+        written_parameters=effects.written_parameters,
+        gradient_bytes=_measured_samples(population, settings.measures) * trial.sample_activations,
+        client_bytes=max(population.clients.known_sizes.values(), default=0) * trial.sample_activations,
     )  # fmt: skip
     check(facts)
     patterns = list(getattr(algorithm, "own_parameters", lambda model: ())(user_model))
     facts = replace(facts, own_parameters=patterns)
     check(facts)
     buffers = view.copy_of_buffers()
-    initial_buffers = buffers if trial.changed_buffers else ()
-    personal = client_models_of(algorithm, settings, parameter_layout, patterns, initial_buffers)
+    personal = client_models_of(algorithm, settings, parameter_layout, patterns, buffers)
     algorithm = cast(Algorithm, personal) if isinstance(personal, PersonalizedAlgorithm) else algorithm
     contract = contract_of(algorithm)
     server = check_initial_state(contract.init_server(view.row.clone()), "init_server")
@@ -95,8 +100,9 @@ def assemble(
         clients, cohort = len(population.clients), len(population.clients)
         settings = replace(settings, sampler=in_turn(clients), available=None)
     setup = executors.Setup(
-        model, layout, loss, settings.local, population, backend, trial.draws, bool(trial.changed_buffers),
+        model, layout, loss, settings.local, population, backend, effects.draws, bool(effects.changed_buffers),
         trial.example, cohort, facts.name if contract.has_loop else "", trial.activations,
+        bool(effects.written_parameters),
     )  # fmt: skip
     first = settings.round(0, clients, 1, parameter_layout)
     update, has_phases = try_algorithm(contract, setup, state, first)
@@ -135,7 +141,14 @@ def _warn_of_accuracies(evaluator: Evaluator) -> None:
 def _set_sizes(population: Population, measures: Any) -> dict[str, int]:
     """Return the numbers of samples of the sets whose loss the run records, by the option that requests it."""
     sizes = {"test=": population.test_size}
-    if isinstance(measures, NamedMeasures) and "train" in measures.names and population.clients.has_all_sizes:
-        total = sum(population.clients.sizes)
-        sizes["measures=['train']"] = total if measures.samples is None else min(total, measures.samples)
+    if isinstance(measures, NamedMeasures) and "train" in measures.names:
+        sizes["measures=['train']"] = _measured_samples(population, measures)
     return sizes
+
+
+def _measured_samples(population: Population, measures: Any) -> int:
+    """Return the number of samples of the clients that named measures read, 0 if it is unknown."""
+    if not isinstance(measures, NamedMeasures) or not population.clients.has_all_sizes:
+        return 0
+    total = sum(population.clients.sizes)
+    return total if measures.samples is None else min(total, measures.samples)

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from fastsam.fed.clients.batch_loss import BatchLoss, PairLoss
 from fastsam.fed.clients.labels import CORRECT, UNLABELLED, accuracy_of, verdicts
-from fastsam.fed.clients.loss_kind import LossKind, default_kind
+from fastsam.fed.clients.loss_kind import LossKind, kind_of
 from fastsam.fed.clients.population import IGNORED, Loss, Population
-from fastsam.fed.clients.set_loss import SetLoss
+from fastsam.fed.clients.set_loss import SetLoss, join_batches
 from fastsam.fed.common import seeds
 from fastsam.fed.data.dealing import draw
 from fastsam.fed.measures.metrics import Metric
@@ -99,17 +99,6 @@ def _known_labels(population: Population) -> bool:
     return has_labels and population.test_labels is not None
 
 
-def join_batches(parts: Sequence[Tensor], padding: float = 0.0) -> Tensor:
-    """Concatenate the tensors `[n, ...]` of batches. Shorter ones (of texts, say) are filled up with `padding`."""
-    if len({part.shape[1:] for part in parts}) > 1:
-        longest = [max(sizes) for sizes in zip(*(part.shape[1:] for part in parts), strict=True)]
-        tensors = [part.new_full((len(part), *longest), padding) for part in parts]
-        for target, part in zip(tensors, parts, strict=True):
-            target[tuple(slice(size) for size in part.shape)] = part
-        parts = tensors
-    return torch.cat(list(parts))
-
-
 def statistics(name: str, values: Sequence[float]) -> dict[str, Any]:
     """Return the statistics of a value over clients, by their keys in a record (`client_accuracy_mean` for the name
     "accuracy", and so on with `_std`, `_min` and `_max`)."""
@@ -133,7 +122,7 @@ class Evaluator:
         mode: value of `client_test_split`.
         metrics: functions by name, over all test samples and over each client's.
         batch_size: batch size of a test set whose samples come in batches.
-        kind: the kind of the loss; None: the kind without a probe (`default_kind`).
+        kind: the kind of the loss; None: `kind_of(loss)`.
 
     Raises:
         ValueError: there are metrics and no test set.
@@ -151,7 +140,7 @@ class Evaluator:
         kind: LossKind | None = None,
     ) -> None:
         self.loss = loss if isinstance(loss, BatchLoss) else PairLoss(loss)
-        self.kind = default_kind(loss) if kind is None else kind
+        self.kind = kind_of(loss) if kind is None else kind
         self.test, self.count, self.metrics = population.test, population.test_size, dict(metrics or {})
         if self.metrics and not self.count:
             raise ValueError(

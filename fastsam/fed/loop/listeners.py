@@ -50,15 +50,16 @@ class CallbackHandler:
         config: Callable[[], Mapping[str, Any]],
         export: Callable[[RunState], nn.Module],
         identity: Callable[[], Mapping[str, Any]],
+        has_value: Callable[[str, int], bool],
     ) -> None:
         """Begin the run at `state`; collective. `export` returns the model of a state, `identity` what must be the same
-        when the run is resumed."""
+        when the run is resumed. `has_value`: see `Loop.has_value`."""
         self._ranks = ranks
         if ranks.first and self.progress is True:
             self.progress = self._own_bar = self._bar.enter_context(_bar(self._label, self._rounds))
         if self.callbacks and ranks.first:
             path = None if directory is None else directory.path
-            self._view = RunView(config(), self._rounds, path, state, export, identity)
+            self._view = RunView(config(), self._rounds, path, state, export, identity, has_value)
             for callback in self.callbacks:
                 self._call(callback, "on_start")
                 self._active.append(callback)

@@ -252,6 +252,8 @@ class Loop:
         metrics = self.evaluator(self.view.module)
         if self.personal is not None:
             metrics |= self.evaluator.own_model_record(self._own_models(state, self.personal))
+        if problem := self.view.guard.find_problem(has_fixed_buffers=False):
+            raise RuntimeError(f"the evaluation after round {state.round} changed the model: {problem}")
         return metrics
 
     def client_accuracies(self, state: RunState) -> list[float | None] | None:
@@ -276,6 +278,11 @@ class Loop:
     def _evaluates(self, num_rounds: int) -> bool:
         """Return True if the model is evaluated after `num_rounds` rounds."""
         return num_rounds % self.settings.eval_every == 0 or num_rounds == self.settings.rounds
+
+    def has_value(self, key: str, num_rounds: int) -> bool:
+        """Return True if the record of a round has a value of `key` in a run that was never interrupted. Before a
+        resume, the last round of a run with fewer rounds was evaluated too."""
+        return key not in self.evaluator.empty_record() or self._evaluates(num_rounds)
 
     @cached_property
     def _client_bytes(self) -> tuple[float, float]:

@@ -181,7 +181,7 @@ def client_models_of(
     """Return the source of the personal models, or None if clients have no personal model.
 
     A `PersonalizedAlgorithm` is also an algorithm: it wraps `algorithm` and keeps with the clients what the run and
-    the algorithm (`own_parameters`) name. `buffers` are the initial buffers if training changes them, else empty.
+    the algorithm (`own_parameters`) name. `buffers` are the initial buffers.
     """
     names = settings.local_parameters
     patterns = [*([names] if isinstance(names, str) else names or ()), *own_parameters]

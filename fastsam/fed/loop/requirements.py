@@ -14,7 +14,7 @@ from fastsam.fed.algorithms import registry
 from fastsam.fed.algorithms.base import Algorithm, LocalUpdate
 from fastsam.fed.clients.loss_kind import LossKind
 from fastsam.fed.clients.sampling import fixed_size
-from fastsam.fed.clients.set_loss import LIMIT
+from fastsam.fed.clients.set_loss import LIMIT, REMEDY, UNKNOWN
 from fastsam.fed.executors.torch_updates import SUPPORTED
 from fastsam.fed.measures.options import OF_GRADIENTS
 from fastsam.fed.privacy.accountant import NEIGHBOURS
@@ -24,6 +24,7 @@ from fastsam.fed.update.variant import StepVariant
 
 ACCOUNTED = ("bernoulli", "fixed", "shuffled")  # samplers whose law dp-accounting knows
 MIN_COHORT = 3  # least clients of a round with a majority against one client
+ACTIVATIONS = 4 * 2**30  # most bytes that a gradient of a set of samples may keep
 _MEAN = LossKind()
 Contradiction = tuple[str, str, str, str]  # an option, its need, what the run has instead, and a remedy
 
@@ -48,6 +49,9 @@ class Facts:
         loss_kind: the kind of the loss.
         measures: names of the measures.
         set_sizes: numbers of samples of the sets whose loss is recorded, by the option that requests it.
+        gradient_bytes: bytes that a gradient of all measured samples at once keeps, 0 if unknown.
+        client_bytes: the same for the largest known client.
+        written_parameters: trained parameters that a forward pass writes in place.
     """
 
     settings: Any
@@ -65,6 +69,9 @@ class Facts:
     loss_kind: LossKind = _MEAN
     measures: Sequence[str] = ()
     set_sizes: Mapping[str, int] = field(default_factory=dict)
+    gradient_bytes: float = 0.0
+    client_bytes: float = 0.0
+    written_parameters: Sequence[str] = ()
 
     @property
     def name(self) -> str:
@@ -273,6 +280,20 @@ def _of_client_models(facts: Facts) -> Iterator[Contradiction]:
         yield facts.name, needs, lack, "Use buffers='keep', or a model with GroupNorm"
 
 
+def _of_writes(facts: Facts) -> Iterator[Contradiction]:
+    """Yield the contradictions of a forward pass that writes trained parameters in place."""
+    if not facts.written_parameters or facts.update is None:
+        return
+    lack = "has phases or models of its own" if facts.has_phases else ""
+    if not facts.update.constants.variant.serves_writes:
+        lack = "has passes at perturbed weights, or before the first step"
+    if lack:
+        request = f"the parameter {facts.written_parameters[0]!r}, which a forward pass writes in place,"
+        needs = "local steps that begin with a pass at the unperturbed weights, where the write counts"
+        remedy = "Compute the value in forward(), as torch.nn.utils.parametrizations do, or use FedAvg or FedSAM, say"
+        yield request, needs, f"{facts.name} {lack}", remedy
+
+
 def _of_sizes(facts: Facts) -> Iterator[Contradiction]:
     """Yield the contradictions of measures, and of data whose sizes are not known."""
     if facts.path_measures and facts.has_phases:
@@ -289,23 +310,24 @@ def _of_sizes(facts: Facts) -> Iterator[Contradiction]:
 
 
 def _of_loss(facts: Facts) -> Iterator[Contradiction]:
-    """Yield the contradictions of a loss that is not a mean over samples."""
+    """Yield the contradictions of a loss that is not known to be a mean over samples."""
     kind = facts.loss_kind
-    if kind.is_mean is not False:
+    if kind.is_mean:
         return
-    lack = f"{kind.name} of a set is not the mean over its parts"
-    if facts.update is not None and facts.update.full_gradient:
-        needs = "a loss that is a mean over samples, because a client's full gradient is a mean over batches"
-        yield facts.name, needs, lack, "Use a loss without class weights and with reduction='mean'"
+    needs, lack = "a loss that is a mean over samples", f"{kind.name} may be none: {UNKNOWN}"
+    if facts.update is not None and facts.update.full_gradient and facts.client_bytes > ACTIVATIONS:
+        size = f"{facts.client_bytes / 2**30:.0f} GiB"
+        reason = f"{needs}, because a gradient of all samples of a client at once keeps {size}"
+        yield facts.name, reason, lack, REMEDY
     for name in facts.measures:
-        if name in OF_GRADIENTS:
-            remedy = "Use a loss without class weights and with reduction='mean', or leave the measure out"
-            yield f"measures=[{name!r}]", "a loss that is a mean over samples", lack, remedy
+        if name in OF_GRADIENTS and facts.gradient_bytes > ACTIVATIONS:
+            reason = f"{needs}, because a gradient of all samples at once keeps {facts.gradient_bytes / 2**30:.0f} GiB"
+            yield f"measures=[{name!r}]", reason, lack, "Use one of them, or fed.NamedMeasures([...], samples=1000)"
     for request, samples in facts.set_sizes.items():
         if samples * kind.sample_bytes > LIMIT:
-            needs = "a loss that is a mean over samples, because outputs and labels of "
-            needs += f"{kind.sample_bytes:.0f} bytes a sample exceed the {LIMIT // 2**20} MiB that are kept"
-            yield f"{request} of {samples} samples", needs, lack, "Use fewer samples, or a loss that is a mean"
+            reason = f"{needs}, because outputs and labels of {kind.sample_bytes:.0f} bytes a sample exceed the "
+            reason += f"{LIMIT // 2**20} MiB that are kept"
+            yield f"{request} of {samples} samples", reason, lack, f"Use fewer samples. {REMEDY}"
 
 
 def _unlike_weights(request: str, weighting: Any, remedy: str) -> Iterator[Contradiction]:
@@ -378,5 +400,5 @@ def _names(serves: Callable[[Any], bool]) -> str:
 
 _PARTS = (
     *(_of_steps, _of_kept_optimizer, _of_optimizer_fields, _of_server, _of_noise, _of_rules, _of_compression),
-    *(_of_client_models, _of_sizes, _of_loss),
+    *(_of_client_models, _of_writes, _of_sizes, _of_loss),
 )

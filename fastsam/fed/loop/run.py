@@ -180,8 +180,8 @@ def run(
     with listeners, join_ranks() as ranks, repeatable(place), ExitStack() as stack, register_run() as registration:
         stack.enter_context(float32_flags(settings.precision, place))
         with trials:
-            trial = try_model(model_copy, population, loss, batch_size)
-        registration.update(trial.draws is not None or population.clients.draws)
+            trial = try_model(model_copy, population, loss, batch_size, drop_last)
+        registration.update(trial.effects.draws is not None or population.clients.draws)
         check_buffers(trial, settings.buffers)
         loop, state = assemble(model, model_copy, population, algorithm, settings, loss, trial, backend, ranks)
         run_dir, resume = ranks.broadcast((None if run_dir is None else abspath(run_dir), resume))
@@ -194,7 +194,10 @@ def run(
             behaviours = behaviours_of(model, settings, collate)
             directory, state = open_directory(run_dir, resume, loop, state, identity(), config, stack, behaviours)
         export_state = partial(_export, model, loop)
-        listeners.start(ranks, state, directory, lambda: config or settings_of(facts, settings), export_state, identity)
+        listeners.start(
+            ranks, state, directory, lambda: config or settings_of(facts, settings), export_state, identity,
+            loop.has_value,
+        )  # fmt: skip
         state = loop.run(state, directory, listeners)
         nbytes, client_accuracies = loop.nbytes(state), loop.client_accuracies(state)
     with listeners:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils import _pytree as pytree
 
 from fastsam.fed.clients.batch_loss import BatchLoss, PairLoss
 from fastsam.fed.clients.labels import ignored_label
@@ -17,9 +18,10 @@ from fastsam.fed.clients.pairs import text_hint
 from fastsam.fed.clients.population import IGNORED, Augment, Loss, Population, apply_augment, check_labels
 from fastsam.fed.clients.samples import ClientDataset, leaves, tensors_of
 from fastsam.fed.executors import split_epoch
-from fastsam.fed.executors.randomness import RandomOps
-from fastsam.fed.loop.trial_pass import explain, restore_random_state, try_pass
+from fastsam.fed.loop.effects import Effects
+from fastsam.fed.loop.trial_pass import explain, restore_random_state, try_again, try_pass
 from fastsam.fed.update.model_copy import copy_model, trainable
+from fastsam.fed.update.tensor_guard import TensorGuard
 
 _KINDS = 64  # largest number of kinds of samples that are tried
 
@@ -30,23 +32,26 @@ class Trial:
 
     Attributes:
         classifies: outputs are one per class, and labels are class numbers.
-        changed_buffers: names of the buffers that training changes.
-        draws: functions that draw random numbers in a training pass (`Setup.draws`).
+        effects: the effects of training passes.
         example: the batch of the trial: inputs and labels, or a tree of tensors and None.
         loss_kind: the kind of the loss.
         activations: number of bytes that a training pass keeps for its backward pass (`Setup.activations`).
+        sample_activations: the same for one sample.
     """
 
     classifies: bool
-    changed_buffers: tuple[str, ...]
-    draws: RandomOps | None
+    effects: Effects
     example: tuple[Any, Any]
     loss_kind: LossKind
     activations: int
+    sample_activations: float
 
 
-def try_model(model: nn.Module, population: Population, loss: Loss | BatchLoss, batch_size: int) -> Trial:
+def try_model(
+    model: nn.Module, population: Population, loss: Loss | BatchLoss, batch_size: int, drop_last: bool = False
+) -> Trial:
     """Try `model` on the client with most samples: outputs and labels, a training pass, other clients, the test set.
+    A further pass, on the smallest batch, shows the effects that depend on the number of samples.
 
     The model, and torch's random state, stay as they are.
 
@@ -59,34 +64,40 @@ def try_model(model: nn.Module, population: Population, loss: Loss | BatchLoss, 
     of_batch = loss if isinstance(loss, BatchLoss) else PairLoss(loss)
     client = population.largest_client()
     batch = _first(population.clients[client], f"client {client}", batch_size)
+    samples = min(batch_size, population.clients.sizes[client])
     train_copy, eval_copy = (copy_model(model).to(population.device) for _ in range(2))
+    guard = TensorGuard(eval_copy)
     failure = f"a trial step on client {client} ({_describe(batch, of_batch)}) failed"
     with restore_random_state(population.device):
         if population.augment is not None:
             _check_augment(population.augment, batch[0])
-        classifies, kind = _try_outputs(eval_copy.eval(), population, of_batch, batch, failure)
-        draws, changed_buffers, activations = try_pass(
+        classifies, kind = _try_outputs(eval_copy.eval(), population, of_batch, batch, samples, failure)
+        effects, activations = try_pass(
             model, train_copy.train(), loss, tensors_of(batch), lambda: of_batch(train_copy, batch), failure
         )
+        _, size = _smallest_batch(population, batch_size, drop_last) or (client, batch_size)
+        if size < samples:
+            small_batch = pytree.tree_map_only(Tensor, lambda t: t[:size].clone() if t.dim() else t, batch)
+            effects = effects.join(try_again(train_copy, lambda: of_batch(train_copy, small_batch)))
         _try_others(eval_copy, population, client, of_batch, batch_size)
+    if problem := guard.find_problem(has_fixed_buffers=False):
+        raise ValueError(f"in evaluation mode {problem}")
     example = (batch, None) if population.clients.is_batched else (batch[0], batch[1])
-    return Trial(classifies, changed_buffers, draws, example, kind, activations)
+    return Trial(classifies, effects, example, kind, activations, activations / samples)
 
 
 @torch.no_grad()
 def _try_outputs(
-    trial: nn.Module, population: Population, loss: BatchLoss, batch: Any, failure: str
+    trial: nn.Module, population: Population, loss: BatchLoss, batch: Any, samples: int, failure: str
 ) -> tuple[bool, LossKind]:
     """Return True if there is one output per class and a sample's label is a class number, and the kind of the loss."""
     if not loss.predicts:
-        return False, LossKind()
+        return False, kind_of(loss)
     with explain(failure):
         outputs, labels = loss.outputs_and_labels(trial, batch)
     label_sets = [] if ignored_label(loss) is not None else _label_sets(population, labels)
     has_classes = _has_classes(outputs, labels, label_sets, population, loss)
-    has_ignored = any(y.dtype == torch.int64 and bool((y == IGNORED).any()) for y in label_sets)
-    kind = kind_of(loss, outputs, labels, has_classes, has_ignored)
-    return has_classes and labels.dim() == 1, kind
+    return has_classes and labels.dim() == 1, kind_of(loss, outputs, labels, samples)
 
 
 def _label_sets(population: Population, labels: Any) -> list[Tensor]:
@@ -182,31 +193,41 @@ def _check_function(loss: object) -> None:
         raise ValueError(f"loss has trainable parameters ({names}), which no run trains; make them part of the model")
 
 
+def _smallest_batch(population: Population, batch_size: int, drop_last: bool) -> tuple[int, int] | None:
+    """Return the client with the smallest batch, which is the last of its epoch, and the number of samples of that
+    batch. None: the numbers of samples are not known."""
+    sizes = population.clients.known_sizes
+    last_sizes = {n: split_epoch(n, batch_size, drop_last)[1] or batch_size for n in {*sizes.values()}}
+    if not last_sizes:
+        return None
+    smallest = min(last_sizes, key=last_sizes.__getitem__)
+    return list(sizes)[list(sizes.values()).index(smallest)], last_sizes[smallest]
+
+
 def check_smallest(
     model: nn.Module, population: Population, loss: Loss | BatchLoss, batch_size: int, drop_last: bool
 ) -> None:
     """Raise ValueError for a model with BatchNorm that cannot train on the smallest batch, of one sample, say."""
-    sizes = population.clients.known_sizes
-    if not sizes or not any(isinstance(module, _BatchNorm) for module in model.modules()):
+    smallest = _smallest_batch(population, batch_size, drop_last)
+    if smallest is None or not any(isinstance(module, _BatchNorm) for module in model.modules()):
         return
-    # The last batch of an epoch.
-    last_sizes = {i: split_epoch(n, batch_size, drop_last)[1] or batch_size for i, n in sizes.items()}
-    client = min(last_sizes, key=last_sizes.__getitem__)
+    client, size = smallest
     trial = copy_model(model).to(population.device).train()
     failure = (
-        f"the last batch of client {client}, with batch_size={batch_size}, has {last_sizes[client]} of its "
-        f"{sizes[client]} samples, on which the model cannot train; use drop_last=True (leave out a client with fewer "
-        "samples than a batch), or another batch_size"
+        f"the last batch of client {client}, with batch_size={batch_size}, has {size} of its "
+        f"{population.clients.known_sizes[client]} samples, on which the model cannot train; use drop_last=True (leave "
+        "out a client with fewer samples than a batch), or another batch_size"
     )
     of_batch = loss if isinstance(loss, BatchLoss) else PairLoss(loss)
     with restore_random_state(population.device), torch.no_grad(), explain(failure):
-        of_batch(trial, _first(population.clients[client], f"client {client}", last_sizes[client]))
+        of_batch(trial, _first(population.clients[client], f"client {client}", size))
 
 
 def check_buffers(trial: Trial, buffers: str | None) -> None:
     """Raise ValueError if training changes buffers and the run does not say what to do with them."""
-    if buffers is None and trial.changed_buffers:
-        names = ", ".join(trial.changed_buffers[:3]) + (", ..." if len(trial.changed_buffers) > 3 else "")
+    changed_buffers = trial.effects.changed_buffers
+    if buffers is None and changed_buffers:
+        names = ", ".join(changed_buffers[:3]) + (", ..." if len(changed_buffers) > 3 else "")
         raise ValueError(
             f"training changes buffers of the model ({names}: BatchNorm?), and clients' buffers are not parameters. "
             "Say buffers='average' (mean over the clients), 'keep' (initial buffers) or 'local' (each client's "

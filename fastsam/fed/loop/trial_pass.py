@@ -6,6 +6,7 @@ are here.
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -16,10 +17,11 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from fastsam.fed.common.fingerprints import references
 from fastsam.fed.executors.gradient_passes import check_scalar
-from fastsam.fed.executors.randomness import RandomOpRecorder, RandomOps
 from fastsam.fed.executors.recording import difference, python_state
+from fastsam.fed.loop.effects import EffectRecorder, Effects, are_equal
 from fastsam.fed.update.model_copy import trainable
 
+log = logging.getLogger("fastsam.fed")
 _GENERATORS = {"Python's random numbers", "numpy's random numbers"}  # keys of `python_state`
 _ROUNDING = {torch.float32: 1e-5, torch.float64: 1e-10}  # relative, of the loss of a repeated pass
 
@@ -31,51 +33,46 @@ def try_pass(
     batch: Sequence[Tensor],
     compute: Callable[[], Tensor],
     failure: str,
-) -> tuple[RandomOps | None, tuple[str, ...], int]:
-    """Take one training pass of `trial`, and repeat its forward half from the same buffers and random state.
+) -> tuple[Effects, int]:
+    """Take one training pass of `trial`, and repeat its forward half from the same weights, buffers and random state.
 
     Args:
         model: the user's model.
-        trial: the copy that is tried. Afterwards its buffers have the values after one pass.
+        trial: the copy that is tried. Afterwards its weights and buffers have the values after one pass.
         loss: the loss, whose references are searched for foreign parameters.
         batch: the tensors that the pass reads.
         compute: returns the loss of `trial` on the batch.
         failure: first words of the error if the model or the loss raises.
 
     Returns:
-        The functions of torch that draw random numbers (see `Setup.draws`), and the names of the buffers that
-            change, and the number of bytes of its activations.
+        The effects of the pass, and the number of bytes of its activations.
 
     Raises:
         ValueError: the pass raises, or one of the checks below fails.
     """
     _check_hooks(model)
-    device = trainable(trial)[0].device
-    buffers = dict(trial.named_buffers())
-    old_buffers = {name: b.detach().clone() for name, b in buffers.items()}
-    frozen_versions, versions = _frozen_versions(trial), [t._version for t in batch if not t.is_inference()]
+    device, start = trainable(trial)[0].device, _copies(trial)
+    versions = [t._version for t in batch if not t.is_inference()]
     copies, state = [t.clone() for t in batch], _python_state(trial)
     with restore_random_state(device):
-        watch = RandomOpRecorder(device)
-        with explain(failure), watch:
+        recorder = EffectRecorder(trial, device)
+        with explain(failure), recorder:
             value = compute()
         _check_loss(value)
         leaves = _leaves(value)
         _check_own_model(model, trial, leaves)
         with explain(failure):
             value.backward()
-        draws = watch.random_ops()
+        effects = recorder.effects()
     _check_gradients(trainable(trial))
     changed_batch = versions != [t._version for t in batch if not t.is_inference()]
-    if changed_batch or not all(map(_are_equal, batch, copies)):
+    if changed_batch or not all(map(are_equal, batch, copies)):
         raise ValueError(
             "a training pass writes into its batch, so that the data themselves would change. Return new tensors: "
             "torch.relu(x) in place of x.relu_(), inplace=False"
         )
-    changed_buffers = tuple(name for name, b in trial.named_buffers() if not _are_equal(b, old_buffers.get(name)))
-    _check_written(trial, frozen_versions, buffers, changed_buffers)
     with explain(f"{failure} when it was repeated"):
-        second_value, activations = _repeat(trial, batch, compute, old_buffers)
+        second_value, activations = _repeat(trial, batch, compute, start)
     _check_repeated(value, second_value, difference(state, _python_state(trial)))
     foreign = leaves.keys() & _leaves(second_value).keys() - {*map(id, trial.parameters()), *map(id, batch)}
     if foreign:
@@ -85,11 +82,34 @@ def try_pass(
             f"the loss has a gradient for {name}, which is not a parameter of the model and would never be trained. "
             "Make it a part of the model, or set requires_grad=False"
         )
-    return draws, changed_buffers, activations
+    return effects, activations
+
+
+def try_again(trial: nn.Module, compute: Callable[[], Tensor]) -> Effects:
+    """Return the effects of a training pass of `trial` on another batch.
+
+    An error of the model or the loss shows nothing here: the run raises it for a client, or excludes the client.
+    """
+    device = trainable(trial)[0].device
+    with restore_random_state(device):
+        recorder = EffectRecorder(trial, device)
+        try:
+            with recorder:
+                value = compute()
+            value.backward()
+        except Exception as error:
+            log.debug("a trial of the smallest batch failed: %s", error)
+        return recorder.effects()
+
+
+def _copies(trial: nn.Module) -> dict[str, Tensor]:
+    """Return copies of the tensors that a pass may write: trained parameters and buffers."""
+    tensors = [pair for pair in trial.named_parameters() if pair[1].requires_grad] + [*trial.named_buffers()]
+    return {name: t.detach().clone() for name, t in tensors}
 
 
 def _repeat(
-    trial: nn.Module, batch: Sequence[Tensor], compute: Callable[[], Tensor], old_buffers: Mapping[str, Tensor]
+    trial: nn.Module, batch: Sequence[Tensor], compute: Callable[[], Tensor], start: Mapping[str, Tensor]
 ) -> tuple[Tensor, int]:
     """Return the loss of a repeated forward pass, and the number of bytes that it keeps for a backward pass, without
     parameters and batch. The number is 0 if the model uses `torch.func.grad`, under which torch refuses hooks."""
@@ -104,9 +124,9 @@ def _repeat(
 
     def run(context: AbstractContextManager[object]) -> Tensor:
         with torch.no_grad():
-            for name, b in trial.named_buffers():
-                if name in old_buffers:
-                    b.copy_(old_buffers[name])
+            for name, t in (*trial.named_parameters(), *trial.named_buffers()):
+                if name in start:
+                    t.copy_(start[name])
         with restore_random_state(trainable(trial)[0].device), context:
             return compute()
 
@@ -197,30 +217,6 @@ def _check_gradients(parameters: Sequence[nn.Parameter]) -> None:
         )
 
 
-def _frozen_versions(trial: nn.Module) -> dict[str, int]:
-    return {name: p._version for name, p in trial.named_parameters() if not p.requires_grad}
-
-
-def _check_written(
-    trial: nn.Module, frozen_versions: Mapping[str, int], buffers: Mapping[str, Tensor], names: Sequence[str]
-) -> None:
-    """Raise ValueError if a pass writes a frozen parameter, or replaces a buffer by another tensor."""
-    for name, version in _frozen_versions(trial).items():
-        if frozen_versions.get(name) != version:
-            raise ValueError(
-                f"a training pass writes the parameter {name!r}, which is not trained (requires_grad=False) and one "
-                "for all clients; make it a buffer (register_buffer), for which buffers='average', 'keep' or 'local' "
-                "says what becomes of it"
-            )
-    current_buffers = dict(trial.named_buffers())
-    for name in names:
-        if name in buffers and current_buffers[name] is not buffers[name]:
-            raise ValueError(
-                f"a training pass replaces the buffer {name!r} by another tensor, and clients' buffers are read from "
-                f"the registered one. Write into it: self.{name}.copy_(new)"
-            )
-
-
 def _check_repeated(first: Tensor, second: Tensor, cause: str | None) -> None:
     """Raise ValueError if a pass depends on more than weights, buffers, batch and torch's generators. `cause`
     names the Python state that differs after its repetition."""
@@ -246,8 +242,3 @@ def _name_of(leaf: Tensor, loss: object) -> str | None:
             if p is leaf:
                 return repr(f"{name}.{inner}")
     return None
-
-
-def _are_equal(a: Tensor, b: Tensor | None) -> bool:
-    """Return whether shapes and numbers are equal; NaN equals NaN."""
-    return b is not None and a.shape == b.shape and bool(((a == b) | (a != a) & (b != b)).all())

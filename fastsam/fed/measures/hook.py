@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from fastsam.arena import Layout
 from fastsam.fed.algorithms.base import Aggregate, Round, State
 from fastsam.fed.clients.labels import accuracy_of, verdicts
-from fastsam.fed.clients.loss_kind import LossKind, default_kind
+from fastsam.fed.clients.loss_kind import LossKind, kind_of
 from fastsam.fed.clients.pairs import Pair
 from fastsam.fed.clients.population import Loss, Population
 from fastsam.fed.clients.samples import IGNORED
@@ -84,7 +84,7 @@ class RoundMeasures:
         if "margin" in names and not classifies:
             raise ValueError("the measure 'margin' needs class labels; this task has none")
         self.names, self.options, self.rounds, self.batch_size = names, options, rounds, batch_size
-        kind = default_kind(loss) if kind is None else kind
+        kind = kind_of(loss) if kind is None else kind
         self.classifies, self.loss, self.kind = classifies, loss, kind
         if population.batch_reason and (readers := [name for name in names if name not in WITHOUT_DATA]):
             raise ValueError(

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fastsam.fed.clients.labels import num_labels
-from fastsam.fed.clients.loss_kind import LossKind, default_kind
+from fastsam.fed.clients.loss_kind import LossKind, kind_of
 from fastsam.fed.clients.pairs import Pair
 from fastsam.fed.clients.population import Loss
 from fastsam.fed.clients.set_loss import SetLoss
@@ -23,8 +23,8 @@ class Objective:
     """`F(w) = sum_b weight_b * loss(model_w(x_b), y_b)`, the model in eval mode, data as they are stored (no
     augmentation). The weights are the shares of labels that the loss does not ignore.
 
-    For the value, the loss is called once on all outputs of a set (`SetLoss`). Gradients are averaged over batches,
-    which is right for a loss that is a mean.
+    For the value, the loss is called once on all outputs of a set (`SetLoss`). Gradients are averaged over batches if
+    the loss is a mean. Otherwise a set is one batch, whose activations are kept together.
 
     Weights are flat `[row_size]` rows of the replica's layout in any floating-point dtype; they are rounded to the
     dtype of the model. The replica's row is scratch: every call overwrites it. Its buffers are used as they are.
@@ -46,10 +46,10 @@ class Objective:
             batches: x, y and weight of each batch.
             sets: the batches (x, y) of each set. The value is the mean of the sets' losses. None: all batches are one
                 set.
-            kind: the kind of the loss, by default of a loss that was not called on a probe.
+            kind: the kind of the loss, by default `kind_of(loss)`.
         """
         self.replica, self.loss, self.batches = replica, loss, list(batches)
-        self.kind = default_kind(loss) if kind is None else kind
+        self.kind = kind_of(loss) if kind is None else kind
         self.sets = [[(x, y) for x, y, _ in batches]] if sets is None else sets
 
     @classmethod
@@ -57,9 +57,9 @@ class Objective:
         cls, replica: Replica, loss: Loss, pairs: Sequence[Pair], batch: int = _BATCH, kind: LossKind | None = None
     ) -> Objective:
         """Return the mean over all samples of all `pairs`."""
-        kind = default_kind(loss) if kind is None else kind
+        kind = kind_of(loss) if kind is None else kind
         x, y = torch.cat([x for x, _ in pairs]), torch.cat([y for _, y in pairs])
-        batches = _batches(x, y, batch, kind.ignored)
+        batches = _batches(x, y, batch, kind)
         total = _total(batches)
         return cls(replica, loss, [(a, b, n / total) for a, b, n in batches], kind=kind)
 
@@ -69,13 +69,13 @@ class Objective:
     ) -> Objective:
         """Return the mean over the clients of their mean losses, whatever their numbers of samples are. A client
         without a label does not count."""
-        kind = default_kind(loss) if kind is None else kind
-        clients = [batches for x, y in pairs if (batches := _batches(x, y, batch, kind.ignored))]
+        kind = kind_of(loss) if kind is None else kind
+        clients = [batches for x, y in pairs if (batches := _batches(x, y, batch, kind))]
         sets, totals = (
             [[(a, b) for a, b, _ in batches] for batches in clients],
             [_total(batches) for batches in clients],
         )
-        if len(set(totals)) == 1:  # larger batches have the same gradient
+        if kind.is_mean and len(set(totals)) == 1:  # larger batches have the same gradient
             means = cls.sample_mean(replica, loss, pairs, batch, kind).batches
         else:
             of_clients = zip(clients, totals, strict=True)
@@ -132,10 +132,11 @@ class Objective:
         return self.replica.layout.gather([t.detach() for t in tensors], row)
 
 
-def _batches(x: Tensor, y: Tensor, size: int, ignored: int | None) -> list[tuple[Tensor, Tensor, int]]:
+def _batches(x: Tensor, y: Tensor, size: int, kind: LossKind) -> list[tuple[Tensor, Tensor, int]]:
     """Return the batches of samples with their numbers of labels, without batches that have no label."""
+    size = size if kind.is_mean else len(y)
     parts = zip(x.split(size), y.split(size), strict=True)
-    return [(a, b, n) for a, b in parts if (n := num_labels(b, len(b), ignored))]
+    return [(a, b, n) for a, b in parts if (n := num_labels(b, len(b), kind.ignored))]
 
 
 def _total(batches: Sequence[tuple[Tensor, Tensor, int]]) -> int:

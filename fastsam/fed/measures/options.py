@@ -28,7 +28,7 @@ NAMES: dict[str, tuple[str, ...]] = {
     "dual_gap": ("dual_gap",),
 }
 
-# Measures that average gradients of the loss over batches of samples.
+# Measures that take gradients of the loss over all samples.
 OF_GRADIENTS = frozenset(NAMES) - {"train", "consistency", "drifts", "dual_gap"}
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from fastsam.arena import Arena, Layout
+from fastsam.fed.update.tensor_guard import TensorGuard
 
 DTYPES = (torch.float32, torch.float64)
 
@@ -64,8 +65,12 @@ def copy_model(model: nn.Module, shared_tensors: Iterable[Tensor] = ()) -> nn.Mo
 class Replica:
     """A deep copy of a model on `device`, with the trainable parameters in `row` `[row_size]`.
 
-    Parameters that are not trained are shared with the model if they are on that device, because they are never written
+    Parameters that are not trained are shared with the model if they are on that device, because no pass may write them
     and there may be many replicas.
+
+    Attributes:
+        guard: finds the tensors that a pass has written or replaced.
+        buffers: the buffers. Writing into these aliases leaves the version counters to the passes.
     """
 
     def __init__(self, model: nn.Module, layout: Layout, row: Tensor) -> None:
@@ -74,11 +79,12 @@ class Replica:
         self.module = copy_model(model, frozen_parameters if is_on_device else ()).to(row.device)
         self.row, self.layout = row, layout
         self.parameters = trainable(self.module)
-        self.buffers = list(self.module.buffers())
+        self.buffers = [b.data for b in self.module.buffers()]
         layout.gather([p.detach() for p in self.parameters], row)
         for parameter, view in zip(self.parameters, layout.views(row), strict=True):
             parameter.data = view
             parameter.grad = None
+        self.guard = TensorGuard(self.module)
 
     @classmethod
     def new(cls, model: nn.Module, layout: Layout, device: torch.device) -> Replica:

@@ -105,6 +105,12 @@ class StepVariant:
         return self.has_full_gradient or self.has_pilot
 
     @cached_property
+    def serves_writes(self) -> bool:
+        """True if what a forward pass writes into the weights can count, because each step begins with a pass at the
+        unperturbed weights, and no pass comes before the first step."""
+        return not (self.constant or self.uses_path or self.has_first_gradient)
+
+    @cached_property
     def results(self) -> tuple[str, ...]:
         """Names of the fields that are results of a round, in addition to delta."""
         return ("dual", "eps") * self.has_dual + ("gradient",) * self.has_first_gradient

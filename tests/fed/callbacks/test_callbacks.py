@@ -216,6 +216,9 @@ class View:
         self.history = [{"round": i + 1, "score": value} for i, value in enumerate(values)]
         self.round = len(values)
 
+    def has_value(self, metric: str, num_rounds: int) -> bool:
+        return True
+
 
 def stopped_after(values: list[float | None], **options: Any) -> int | None:
     """The round in which it stops a run with these values."""
@@ -270,6 +273,29 @@ def test_a_run_interrupted_and_resumed_stops_in_the_same_round(tmp_path):
     assert 3 < len(full_run.history) < 30
     for run in (resumed_result, repeat):
         assert same_bits(run.model, full_run.model) and run.summary()["stopped"] == full_run.summary()["stopped"]
+
+
+def test_a_forced_last_evaluation_does_not_count_when_the_run_goes_on(tmp_path):
+    """A run of four rounds evaluates its last one. An uninterrupted run has no such evaluation."""
+    options = {"eval_every": 3, "lr": 1e-3}
+
+    def callbacks(name: str, metric: str = "test_loss") -> list[Any]:
+        return [EarlyStopping(metric, 2, "max"), SaveBest(tmp_path / name, metric, "max")]  # the loss falls
+
+    whole_callbacks, part_callbacks = callbacks("whole"), callbacks("part")
+    whole = start(tmp_path / "whole run", rounds=20, callbacks=whole_callbacks, **options)
+    first = start(tmp_path / "run", rounds=4, callbacks=callbacks("part"), **options)
+    assert whole.history[-1]["round"] == 9 and first.history[3]["test_loss"] is not None
+    assert whole.history[3]["test_loss"] is None
+    resumed = start(tmp_path / "run", rounds=20, resume=True, callbacks=part_callbacks, **options)
+    assert len(resumed.history) == 9 and resumed.summary()["stopped"] == whole.summary()["stopped"]
+    assert [one.round for one in part_callbacks] == [one.round for one in whole_callbacks] == [3, 3]
+    again = start(tmp_path / "again", rounds=4, callbacks=[EarlyStopping(patience=1, mode="max")], **options)
+    assert again.summary()["stopped"] is not None, "in a run of four rounds it counts"
+    trained = [EarlyStopping("train_loss", 4, "max")]  # a value of every round
+    start(tmp_path / "trained", rounds=4, callbacks=trained, **options)
+    start(tmp_path / "trained", rounds=20, resume=True, callbacks=trained, **options)
+    assert trained[0].rounds_since_best == 4 and trained[0].round == 1
 
 
 def test_the_best_model_is_that_of_its_round(tmp_path):

@@ -1,9 +1,16 @@
-"""The rule by which `executor="auto"` stacks clients on a GPU. Its other choices are tested with the executors."""
+"""The rule by which `executor="auto"` stacks clients on a GPU, and models that it does not stack. Its other choices are
+tested with the executors."""
+
+from typing import Any
 
 import pytest
-from torch import nn
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 from fastsam.fed.executors import LocalOptions, auto
+from tests.helpers import oracle
+from tests.helpers.fed_input import start
 from tests.helpers.setups import setup_of
 
 
@@ -48,3 +55,50 @@ def test_frozen_parameters_count() -> None:
     assert f"the model has {frozen + trained} parameters, {frozen} of them frozen" in str(reason(model, device="cpu"))
     smaller = nn.Sequential(nn.Linear(680, 760).requires_grad_(False), nn.Linear(760, 3))
     assert "frozen" not in str(reason(smaller, device="cpu"))
+
+
+# --- What the trial before round 1 finds is not stacked.
+
+
+class Small(nn.Module):
+    """A model of stacked clients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = oracle.smooth_model(torch.float32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = self.inner(x)
+        return output
+
+
+class DropsInSmallBatches(Small):
+    """A model with dropout in batches of less than eight samples."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(F.dropout(x, 0.4, self.training and len(x) < 8))
+
+
+class Clamped(Small):
+    """A model that writes its weights in the forward pass."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for p in self.parameters():
+            p.data.clamp_(-1, 1)
+        return super().forward(x)
+
+
+@pytest.mark.parametrize(
+    ("model", "words"),
+    [(DropsInSmallBatches, "draws random numbers"), (Clamped, "writes trained parameters in place")],
+)
+def test_auto_takes_another_executor(model: type[nn.Module], words: str) -> None:
+    """The last batch of a client has three samples, the batch of the first trial has ten."""
+    clients = oracle.ragged_clients(torch.float32, (20, 23))
+    options: dict[str, Any] = {"batch_size": 10, "participation": 1.0, "rounds": 2}
+    results = [start(model(), clients, executor=name, **options) for name in ("auto", "sequential")]
+    assert results[0].summary()["executor"] in ("threads", "sequential")
+    assert all(map(torch.equal, *(result.model.parameters() for result in results)))
+    with pytest.raises(ValueError, match=f"executor 'vmap' cannot serve here: .* {words}"):
+        start(model(), clients, executor="vmap", **options)
+    assert start(Small(), clients, **options).summary()["executor"] == "vmap"

@@ -117,7 +117,7 @@ STEEP = {"lr": 1e8, "batch_size": 10, "local_epochs": 1, "loss": lambda out, y: 
 LARGE = {"lr": 1e-20, "loss": lambda out, y: out.mean()}
 # name: the algorithm, options, and the beginning of the reason
 CASES: dict[str, tuple[fed.Algorithm, dict[str, Any], str]] = {
-    **{f"loss of {name}": (cases.make_algorithm(method), {}, START if name in ("MimeLite", "FedSCAM") else TWO)
+    **{f"loss of {name}": (cases.make_algorithm(method), {}, START if name == "FedSCAM" else TWO)
        for name, method in FIRST.items() if not method.startswith(cases.NOT_STACKED)},
     "a loop": (fed.FedNTD(), {}, "it raised ValueError: a batch of two"),
     "augmentation": (fed.FedSAM(rho=0.05), augmentation(), GONE),
@@ -259,8 +259,8 @@ def test_a_model_that_draws_where_it_must_not_is_no_clients_error() -> None:
 
 
 @pytest.mark.usefixtures("no_cuda")
-@pytest.mark.parametrize("name", ["loss of FedSAM", "loss of MimeLite"])
+@pytest.mark.parametrize("name", ["loss of FedSAM", "loss of FedSCAM"])
 def test_streams_go_on_with_the_other_clients(name: str) -> None:
-    """In a step, and before the first one (MimeLite's full gradient)."""
+    """In a step, and before the first one (FedSCAM's pilot)."""
     result = train("streams", 2, CASES[name][0])
     assert excluded_clients(result) == [[1]] * 3 and digest(result) == digest(sequential(name))

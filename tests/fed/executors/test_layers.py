@@ -106,7 +106,11 @@ def measure(case: Case) -> tuple[str, float]:
     client, loss = ((x, y), F.cross_entropy) if case.client is None else (case.client(x, y), BatchLoss(loss_of_tree))
     population = prepare([client], None, x.dtype, torch.device("cpu"), takes_batches=case.client is not None)
     trial = try_model(model, population, loss, 8)
-    facts = {"draws": trial.draws, "changes_buffers": bool(trial.changed_buffers), "example": trial.example}
+    facts = {
+        "draws": trial.effects.draws,
+        "changes_buffers": bool(trial.effects.changed_buffers),
+        "example": trial.example,
+    }
     setup = replace(setup_of(model, loss=loss, **facts), population=population)
     if stacked.why_not(setup) is not None:
         return "refused", 0.0

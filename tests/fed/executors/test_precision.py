@@ -55,6 +55,20 @@ def test_local_steps_have_the_bits_of_a_loop_under_autocast() -> None:
     assert type(result.model) is type(model) and "forward" not in vars(result.model), "the user's model as it was"
 
 
+def test_a_model_whose_maxima_rounding_moves_is_refused_for_that() -> None:
+    """The losses of stacked clients are right, and gradients go to other ones of equal values."""
+    draw = torch.Generator().manual_seed(3)
+    clients = [(torch.rand(16, 3, 16, 16, generator=draw), torch.arange(16) % 5) for _ in range(2)]
+    torch.manual_seed(3)
+    blocks = [layer for a in (3, 4, 4) for layer in (nn.Conv2d(a, 4, 3, padding=1), nn.MaxPool2d(2))]
+    model = nn.Sequential(*blocks, nn.Flatten(), nn.Linear(16, 5))
+    train(model, clients, executor="vmap", batch_size=16)
+    with pytest.raises(
+        ValueError, match="the losses of a plain one, but other gradients, because in bfloat16 rounding"
+    ):
+        train(model, clients, executor="vmap", batch_size=16, precision="bf16")
+
+
 @pytest.mark.parametrize("options", [{}, {"optimizer": "AdamW", "lr": 0.01}, {"measures": ["sharpness"]}], ids=str)
 def test_executors_agree(options: dict) -> None:
     clients = clients_of(24, 24, 10)

@@ -1,22 +1,27 @@
-"""Losses of sets are one call on all outputs and labels. Losses that are not means are recognised, and refused."""
+"""Losses of sets are one call on all outputs and labels, unless they are means. Gradients of a set
+are exact too."""
 
-from collections.abc import Callable
+import copy
+from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.data import default_collate
 
 from fastsam import fed
+from fastsam.arena import Layout
 from fastsam.fed.clients import set_loss
 from fastsam.fed.clients.batch_loss import BatchLoss, PairLoss
 from fastsam.fed.clients.loss_kind import kind_of
 from fastsam.fed.loop import requirements
-from fastsam.fed.measures import NAMES
 from tests.helpers import oracle
 from tests.helpers.fed_refusals import refusals
+from tests.helpers.fed_runs import vector
 
 WEIGHTS = torch.tensor([0.1, 1.0, 4.0], dtype=torch.float64)
 CLIENTS = oracle.ragged_clients(sizes=(700, 30, 600))
@@ -38,9 +43,9 @@ LOSSES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 
 def run(loss: Any, **options: Any) -> fed.Result:
     common: dict[str, Any] = {"rounds": 1, "participation": 1.0, "batch_size": 100, "lr": 1e-3, "loss": loss}
-    clients = options.pop("clients", CLIENTS)
+    clients, algorithm = options.pop("clients", CLIENTS), options.pop("algorithm", fed.FedAvg())
     return fed.run(
-        oracle.smooth_model(), clients, fed.FedAvg(), **{"test": TEST, "measures": ["train"], **common, **options}
+        oracle.smooth_model(), clients, algorithm, **{"test": TEST, "measures": ["train"], **common, **options}
     )
 
 
@@ -78,114 +83,250 @@ def test_a_loss_of_a_batch_is_averaged_by_samples() -> None:
     assert max(sizes) == 100
 
 
-@pytest.mark.parametrize("name", ["MEAN_LIMIT", "LIMIT"])
 @pytest.mark.parametrize("limit", [0, 40_000])
-def test_parts_of_large_sets_are_averaged(limit: int, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A loss that cannot be called on the probe has the larger limit."""
+def test_means_of_large_sets_are_averaged_over_parts(limit: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(set_loss, "MEAN_LIMIT", limit)
+    record = run("cross_entropy").history[-1]
+    monkeypatch.undo()
+    whole = run("cross_entropy").history[-1]
+    for key in ("test_loss", "train_set_loss"):
+        assert record[key] == pytest.approx(whole[key], rel=1e-12)
+
+
+def test_other_losses_are_called_once_on_all_samples() -> None:
     sizes: list[int] = []
 
     def loss(out: Tensor, y: Tensor) -> Tensor:
-        assert name == "MEAN_LIMIT" or len(y) > 20, "the loss is for large batches"
         sizes.append(len(y))
         return F.cross_entropy(out, y)
 
-    monkeypatch.setattr(set_loss, name, limit)
-    record = run(loss).history[-1]
-    assert max(sizes) == 512 + (0 if limit == 0 else 512) and 1300 not in sizes
-    monkeypatch.undo()
-    whole = run(loss).history[-1]
-    assert sizes.count(1300) == sizes.count(1330) == 1
-    for key in ("test_loss", "train_set_loss"):
-        assert record[key] == pytest.approx(whole[key], rel=1e-12)
+    run(loss)
+    assert sizes.count(1300) == 2 and sizes.count(1330) == 1  # the test set, before round 1 too, and the clients
+    assert not {1300, 1330, 512} & {n for n in sizes if 100 < n < 1300}
 
 
 # --- which losses are means
 
 
-def outputs_of(*shape: int) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(1))
-
-
-CLASSES, REAL, PLANE = torch.arange(12) % 3, outputs_of(12, 2), torch.arange(12 * 5).reshape(12, 5) % 3
 W = WEIGHTS.float()
-SMALL_WEIGHT = torch.tensor([1.0, 1.0, 1.01])
-KINDS: dict[str, tuple[Any, Tensor, Tensor, bool | None]] = {
-    "cross entropy": (F.cross_entropy, outputs_of(12, 3), CLASSES, True),
-    "smoothed labels": (nn.CrossEntropyLoss(label_smoothing=0.1), outputs_of(12, 3), CLASSES, True),
-    "equal weights": (nn.CrossEntropyLoss(weight=torch.full((3,), 2.0)), outputs_of(12, 3), CLASSES, True),
-    "ignored class": (nn.CrossEntropyLoss(ignore_index=1), outputs_of(12, 3), CLASSES, True),
-    "weights": (nn.CrossEntropyLoss(weight=W), outputs_of(12, 3), CLASSES, False),
-    "one weight": (nn.CrossEntropyLoss(weight=SMALL_WEIGHT), outputs_of(12, 3), CLASSES, False),
-    "weights of a partial": (partial(F.cross_entropy, weight=W), outputs_of(12, 3), CLASSES, False),
-    "weights of a user": (lambda out, y: F.nll_loss(out.log_softmax(1), y, W), outputs_of(12, 3), CLASSES, False),
-    "sum": (nn.CrossEntropyLoss(reduction="sum"), outputs_of(12, 3), CLASSES, False),
-    "one class in the batch": (nn.CrossEntropyLoss(weight=W), outputs_of(12, 3), CLASSES * 0, False),
-    "many classes": (nn.CrossEntropyLoss(weight=torch.linspace(1, 2, 5000)), outputs_of(4, 5000), CLASSES[:4], False),
-    "many plain classes": (nn.CrossEntropyLoss(), outputs_of(4, 5000), CLASSES[:4], True),
-    "planes": (F.cross_entropy, outputs_of(12, 3, 5), PLANE, True),
-    "weighted planes": (nn.CrossEntropyLoss(weight=W), outputs_of(12, 3, 5), PLANE, False),
-    "probabilities": (F.cross_entropy, outputs_of(12, 3), outputs_of(12, 3).softmax(1), True),
-    "pairs": (pairwise, outputs_of(12, 3), CLASSES, False),
-    "squares": (F.mse_loss, outputs_of(12, 2), REAL, True),
-    "sum of squares": (partial(F.mse_loss, reduction="sum"), outputs_of(12, 2), REAL, False),
-    "two classes": (
-        lambda out, y: F.binary_cross_entropy_with_logits(out[:, 0], y.float(), pos_weight=torch.tensor(3.0)),
-        outputs_of(12, 1), CLASSES % 2, True,
-    ),
-    "of probabilities": (lambda out, y: F.nll_loss(out.log(), y, W), outputs_of(12, 3).softmax(1), CLASSES, False),
-    "last dimension": (
-        lambda out, y: F.cross_entropy(out.flatten(0, 1), y.flatten(), W), outputs_of(12, 5, 3), PLANE, False,
-    ),
-    "random": (lambda out, y: F.cross_entropy(F.dropout(out), y), outputs_of(12, 3), CLASSES, None),
-    "of one batch size": (lambda out, y: (out.reshape(12, 3) ** 2).sum(), outputs_of(12, 3), CLASSES, None),
-}  # fmt: skip
+MEANS: dict[str, Any] = {
+    "cross entropy": F.cross_entropy,
+    "as a module": nn.CrossEntropyLoss(),
+    "smoothed labels": nn.CrossEntropyLoss(label_smoothing=0.1),
+    "ignored class": nn.CrossEntropyLoss(ignore_index=1),
+    "of a partial": partial(F.cross_entropy, ignore_index=1, weight=None),
+    "squares": F.mse_loss,
+    "absolute": nn.L1Loss(),
+    "two classes": F.binary_cross_entropy_with_logits,
+    "of a batch": BatchLoss(lambda model, batch: model(batch).sum()),
+}
+OTHERS: dict[str, Any] = {
+    "weights": nn.CrossEntropyLoss(weight=W),
+    "one weight of many": nn.CrossEntropyLoss(weight=torch.ones(5000).index_fill(0, torch.tensor([4999]), 2.0)),
+    "weights of a partial": partial(F.cross_entropy, weight=W),
+    "sum": nn.CrossEntropyLoss(reduction="sum"),
+    "sum of a partial": partial(F.mse_loss, reduction="sum"),
+    "positive weight": nn.BCEWithLogitsLoss(pos_weight=torch.tensor(3.0)),
+    "of a user": lambda out, y: F.cross_entropy(out, y),
+    "subclass": type("Mine", (nn.MSELoss,), {})(),
+    "pairs": pairwise,
+}
 
 
-@pytest.mark.parametrize("name", KINDS)
-def test_the_kind_of_a_loss(name: str) -> None:
-    loss, outputs, labels, is_mean = KINDS[name]
-    has_classes = labels.dtype == torch.int64 and labels.dim() == outputs.dim() - 1 and outputs.shape[1] > 2
-    has_classes = has_classes and name != "last dimension"
-    kind = kind_of(PairLoss(loss), outputs, labels, has_classes, False)
-    assert kind.is_mean is is_mean
-    assert kind.sample_bytes == (outputs.nbytes + labels.nbytes) / len(labels)
+def test_only_losses_of_torch_without_weights_are_means() -> None:
+    hooked = nn.MSELoss()
+    hooked.register_forward_hook(lambda module, inputs, output: output * 2)
+    assert all(kind_of(loss).is_mean and kind_of(PairLoss(loss)).is_mean for loss in MEANS.values())
+    assert not any(kind_of(loss).is_mean for loss in (*OTHERS.values(), hooked))
 
 
-def test_the_kinds_of_other_losses() -> None:
-    assert kind_of(BatchLoss(lambda model, batch: model(batch).sum()), None, None, False, False).is_mean
-    assert kind_of(PairLoss(lambda out, y: out[0].sum()), (REAL, REAL), CLASSES, False, False).is_mean is None
+def test_a_loss_is_not_called_to_find_its_kind() -> None:
+    outputs, labels = torch.ones(12, 3), torch.zeros(12, dtype=torch.int64)
+    kind = kind_of(lambda out, y: 1 / 0, {"a": outputs, "b": None}, labels, 12)
+    assert kind.sample_bytes == 20
 
 
-def test_a_loss_keeps_its_state() -> None:
-    class Counting(nn.Module):
-        calls = 0
+def self_normalised(out: Tensor, y: Tensor) -> Tensor:
+    """Return the mean weighted by the share of each sample's class in the set."""
+    weights = torch.bincount(y, minlength=3)[y].to(out.dtype)
+    return (F.cross_entropy(out, y, reduction="none") * weights).sum() / weights.sum()
 
-        def forward(self, out: Tensor, y: Tensor) -> Tensor:
-            self.calls += 1
-            return F.cross_entropy(out, y)
 
-    loss = Counting()
-    kind_of(PairLoss(loss), outputs_of(12, 3), CLASSES, True, False)
-    assert loss.calls == 0
+def last_weighted(classes: int) -> nn.Module:
+    return nn.CrossEntropyLoss(weight=torch.ones(classes).double().index_fill(0, torch.tensor([classes - 1]), 50.0))
+
+
+@pytest.mark.parametrize("is_sorted", [False, True])
+def test_losses_that_look_like_means(is_sorted: bool) -> None:
+    """Class weights that differ in the last of many classes, and a loss that depends on the set's classes."""
+    x, y = TEST
+    for loss, classes in ((self_normalised, 3), (last_weighted(200), 200)):
+        labels = torch.where(y == 2, classes - 1, y)
+        order = labels.argsort() if is_sorted else torch.arange(len(labels))
+        test, model = (x[order], labels[order]), nn.Linear(6, classes).double()
+        common: dict[str, Any] = {"rounds": 1, "participation": 1.0, "loss": loss, "measures": ["train"]}
+        result = fed.run(model, [test], fed.FedAvg(), test=test, **common)
+        expected = loss(result.model(test[0]), test[1]).item()
+        record = result.history[-1]
+        assert record["test_loss"] == pytest.approx(expected, rel=1e-9), classes
+        assert record["train_set_loss"] == pytest.approx(expected, rel=1e-9), classes
+
+
+class Tagger(nn.Module):
+    """Outputs `[n, 3, length]` for texts of one length."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.words = nn.Embedding(9, 3).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.words(x).transpose(1, 2)
+
+
+def texts(lengths: Sequence[int], seed: int) -> list[dict[str, Tensor]]:
+    generator = torch.Generator().manual_seed(seed)
+    return [
+        {"x": (x := torch.randint(0, 9, (n,), generator=generator)), "y": x % 3} for n in lengths
+    ]  # fmt: skip
+
+
+def pad(samples: list[dict[str, Tensor]]) -> tuple[Tensor, Tensor]:
+    x = nn.utils.rnn.pad_sequence([one["x"] for one in samples], batch_first=True)
+    y = nn.utils.rnn.pad_sequence([one["y"] for one in samples], batch_first=True, padding_value=-100)
+    return x, y
+
+
+PADDED: dict[str, Any] = {
+    "plain": F.cross_entropy,
+    "weights": nn.CrossEntropyLoss(weight=WEIGHTS),
+    "sum": nn.CrossEntropyLoss(reduction="sum"),
+    "of a user": lambda out, y: F.cross_entropy(out, y, weight=WEIGHTS, ignore_index=-100),
+}
+
+
+@pytest.mark.parametrize("name", PADDED)
+def test_padded_batches_are_one_set(name: str) -> None:
+    """The batches of the test set have texts of other lengths, and are padded to different lengths."""
+    test, loss = texts([5, 6, 7, 4, 2, 1, 2, 2, 9, 8, 9, 3], 1), PADDED[name]
+    result = fed.run(
+        Tagger(), [texts([4, 5, 3, 8], 2), texts([6, 2, 2, 3], 3)], fed.FedAvg(), rounds=1, participation=1.0, lr=1e-3,
+        batch_size=4, collate=pad, loss=loss, test=test,
+    )  # fmt: skip
+    x, y = pad(test)
+    assert result.history[-1]["test_loss"] == pytest.approx(loss(result.model(x), y).item(), rel=1e-9)
+
+
+def test_targets_of_several_lengths() -> None:
+    """The mean of squares is over elements, so longer samples count more."""
+
+    class Double(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones((), dtype=torch.float64))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.scale * x
+
+    samples = [(torch.full((n,), 1.0 + n), torch.zeros(n)) for n in (2, 2, 5, 5, 3, 3)]
+    result = fed.run(
+        Double(), [samples[:2]], fed.FedAvg(), rounds=1, lr=1e-3, batch_size=2, loss="mse_loss", test=samples,
+        participation=1.0, collate=default_collate,
+    )  # fmt: skip
+    x = torch.cat([x for x, _ in samples]).double()
+    assert result.history[-1]["test_loss"] == pytest.approx((result.model(x) ** 2).mean().item(), rel=1e-9)
+
+
+def test_outputs_in_a_tree_are_joined() -> None:
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = nn.Linear(6, 3).double()
+
+        def forward(self, x: Tensor) -> dict[str, Tensor]:
+            return {"scores": self.body(x), "code": x[:, :2]}
+
+    def loss(outputs: dict[str, Tensor], y: Tensor) -> Tensor:
+        return LOSSES["weights"](outputs["scores"], y) + outputs["code"].std()
+
+    result = fed.run(Two(), CLIENTS, fed.FedAvg(), rounds=1, participation=1.0, loss=loss, test=TEST)
+    assert result.history[-1]["test_loss"] == pytest.approx(loss(result.model(TEST[0]), TEST[1]).item(), rel=1e-9)
 
 
 # --- what is refused
 
+
+class Penalised(nn.Module):
+    """Returns a penalty next to its outputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = oracle.smooth_model()
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.body(x), x.square().mean()
+
+
+def penalised_loss(outputs: tuple[Tensor, Tensor], y: Tensor) -> Tensor:
+    return F.cross_entropy(outputs[0], y) + outputs[1]
+
+
 WEIGHTED = nn.CrossEntropyLoss(weight=WEIGHTS)
-OF_GRADIENTS = sorted(NAMES.keys() - {"train", "consistency", "drifts", "dual_gap"})
 test_refused = refusals(
-    *((lambda name=name: run(WEIGHTED, measures=[name], run_dir="run"),
-       rf"measures=\['{name}'\] needs a loss that is a mean over samples, but CrossEntropyLoss of a set is not")
-      for name in OF_GRADIENTS),
-    (lambda: run(lambda out, y: F.cross_entropy(out, y, reduction="sum"), measures=["sharpness"], run_dir="run"),
-     r"measures=\['sharpness'\] needs a loss .* but <lambda> of a set is not the mean over its parts"),
+    (lambda: fed.run(Penalised(), CLIENTS, fed.FedAvg(), rounds=1, loss=penalised_loss, test=TEST, run_dir="run"),
+     r"penalised_loss is called once on a set, .* without a row for each sample \(\[512, 3\], \[\], .*BatchLoss"),
 )  # fmt: skip
 
 
-def test_other_measures_are_served() -> None:
-    record = run(WEIGHTED, measures=["train", "consistency", "drifts"]).history[-1]
-    assert record["train_set_loss"] > 0 and record["consistency"] > 0 and record["e_w"] > 0
-    assert run(nn.CrossEntropyLoss(label_smoothing=0.1), measures=["sharpness"]).history[-1]["sharpness"] > 0
+def gradient(loss: Any, model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    parts = torch.autograd.grad(loss(model(x), y), list(model.parameters()))
+    return torch.cat([part.flatten() for part in parts])
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_measures_of_gradients_are_of_all_samples_at_once(name: str) -> None:
+    loss, names = LOSSES[name], fed.NamedMeasures(["sharpness", "variances"], rho=0.1)
+    result = run(loss, measures=names)
+    record, model = result.history[-1], result.model
+    x, y = (torch.cat(parts) for parts in zip(*CLIENTS, strict=True))
+    moved, g = copy.deepcopy(model), gradient(loss, model, x, y)
+    nn.utils.vector_to_parameters(vector(model) + 0.1 * g / g.norm(), moved.parameters())
+    expected = loss(moved(x), y).item() - loss(model(x), y).item()
+    assert record["sharpness"] == pytest.approx(expected, rel=1e-6)
+    gradients = torch.stack([gradient(loss, model, *pair) for pair in CLIENTS])
+    spread = (gradients - gradients.mean(0)).square().sum(1).mean().sqrt()
+    assert record["sigma_g"] == pytest.approx(float(spread), rel=1e-9)
+
+
+def test_measures_of_many_activations_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(requirements, "ACTIVATIONS", 1000)
+    words = r"measures=\['sharpness'\] needs a loss .* all samples at once .* CrossEntropyLoss .*samples=1000"
+    with pytest.raises(ValueError, match=words):
+        run(WEIGHTED, measures=["sharpness"])
+    with pytest.raises(ValueError, match=r"MimeLite needs a loss .* of a client at once .* fed.BatchLoss\(f\)"):
+        run(WEIGHTED, algorithm=fed.MimeLite(), measures=())
+    run("cross_entropy", algorithm=fed.MimeLite(), measures=["sharpness"])
+    run(WEIGHTED, measures=["train"])
+
+
+@pytest.mark.parametrize("executor", ["sequential", "vmap"])
+@pytest.mark.parametrize("name", LOSSES)
+def test_a_full_gradient_is_of_all_samples_at_once(name: str, executor: str) -> None:
+    """The server's momentum after a round is beta times the mean of the clients' gradients at the start."""
+
+    class Keeps(fed.MimeLite):
+        def step_server(self, server: Any, aggregate: Any, round: Any) -> Any:
+            states.append(super().step_server(server, aggregate, round))
+            return states[-1]
+
+    states: list[Any] = []
+    loss, model = LOSSES[name], oracle.smooth_model()
+    common: dict[str, Any] = {"rounds": 1, "participation": 1.0, "batch_size": 100, "lr": 1e-3, "loss": loss}
+    fed.run(model, CLIENTS, Keeps(beta=0.9), executor=executor, **common)
+    layout = Layout.from_tensors(list(model.parameters()))
+    actual = torch.cat([view.flatten() for view in layout.views(states[0]["m"])])
+    expected = 0.9 * torch.stack([gradient(loss, model, *pair) for pair in CLIENTS]).mean(0)
+    assert torch.allclose(actual, expected, rtol=1e-9, atol=1e-15)
 
 
 def test_sets_above_the_limit_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -200,3 +341,10 @@ def test_sets_above_the_limit_are_refused(monkeypatch: pytest.MonkeyPatch) -> No
     with pytest.raises(ValueError, match=f"test= of 1300 samples {words}"):
         run(WEIGHTED, measures=())
     run("cross_entropy")
+
+
+def test_sets_above_the_limit_by_their_padding(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(set_loss, "LIMIT", 32 * 1000)
+    with pytest.raises(ValueError, match="CrossEntropyLoss is called once on a set, .* exceed the 0 MiB that are kept"):
+        run(WEIGHTED, measures=(), run_dir=tmp_path / "run")
+    assert not (tmp_path / "run").exists()
