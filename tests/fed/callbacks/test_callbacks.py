@@ -293,6 +293,7 @@ def test_a_forced_last_evaluation_does_not_count_when_the_run_goes_on(tmp_path):
     again = start(tmp_path / "again", rounds=4, callbacks=[EarlyStopping(patience=1, mode="max")], **options)
     assert again.summary()["stopped"] is not None, "in a run of four rounds it counts"
     trained = [EarlyStopping("train_loss", 4, "max")]  # a value of every round
+    options["participation"] = 1.0  # the loss falls
     start(tmp_path / "trained", rounds=4, callbacks=trained, **options)
     start(tmp_path / "trained", rounds=20, resume=True, callbacks=trained, **options)
     assert trained[0].rounds_since_best == 4 and trained[0].round == 1
@@ -372,11 +373,12 @@ def test_the_best_model_of_the_same_run_begun_anew_is_replaced(tmp_path):
 def test_the_best_model_of_rounds_after_the_last_checkpoint_is_kept(tmp_path):
     """A kill loses the rounds after the checkpoint, and the file is ahead of the records."""
     path = tmp_path / "best.safetensors"
-    start(tmp_path / "killed", rounds=2)
-    start(tmp_path / "whole", rounds=4, callbacks=[SaveBest(path, "train_loss")])
+    options = {"participation": 1.0}  # the loss falls
+    start(tmp_path / "killed", rounds=2, **options)
+    start(tmp_path / "whole", rounds=4, callbacks=[SaveBest(path, "train_loss")], **options)
     file = path.stat()
     best = SaveBest(path, "train_loss")
-    start(tmp_path / "killed", rounds=4, resume=True, callbacks=[best])
+    start(tmp_path / "killed", rounds=4, resume=True, callbacks=[best], **options)
     assert best.round == 4 and path.stat().st_mtime_ns == file.st_mtime_ns
 
 

@@ -50,7 +50,6 @@ TABLES: dict[str, Callable[[], nn.Module]] = {
     "plain": Words,
     "padding": lambda: Words(padding_idx=2),
     "padding, counted from the end": lambda: Words(padding_idx=-1),
-    "largest norm": lambda: Words(max_norm=0.5, padding_idx=0),
     "gradients by frequency": lambda: Words(scale_grad_by_freq=True, padding_idx=1),
     "torch.embedding": lambda: Words(lambda x, weight: torch.embedding(weight, x, 3)),
     "F.embedding": lambda: Words(lambda x, weight: F.embedding(x, weight, padding_idx=-2)),
@@ -66,6 +65,12 @@ def test_gradients_are_those_of_single_clients(name: str, replays: bool, monkeyp
     plain = vector(train(TABLES[name](), "sequential").model)
     stacked = vector(train(TABLES[name](), "vmap").model)
     assert (plain - stacked).abs().max() <= 1e-10
+
+
+def test_a_table_that_a_lookup_writes_is_refused() -> None:
+    """torch scales rows of the table in place."""
+    with pytest.raises(ValueError, match="executor 'vmap' cannot serve here: .*writes trained parameters in place"):
+        train(Words(max_norm=0.5, padding_idx=0), "vmap")
 
 
 def test_an_operation_that_would_mix_rows_is_refused() -> None:
