@@ -13,12 +13,10 @@ from typing import Any
 from fastsam.fed.algorithms import registry
 from fastsam.fed.algorithms.base import Algorithm, LocalUpdate
 from fastsam.fed.clients.loss_kind import LossKind
-from fastsam.fed.clients.sampling import fixed_size
 from fastsam.fed.clients.set_loss import LIMIT, REMEDY, UNKNOWN
 from fastsam.fed.executors.torch_updates import SUPPORTED
 from fastsam.fed.measures.options import OF_GRADIENTS
-from fastsam.fed.privacy.accountant import NEIGHBOURS
-from fastsam.fed.stages.noise import accountant_of
+from fastsam.fed.stages.noise import sampler_choices
 from fastsam.fed.update.local_rule import STEP, LocalRule, optimizer_rule, sgd_rule
 from fastsam.fed.update.variant import StepVariant
 
@@ -209,7 +207,7 @@ def _of_noise(facts: Facts) -> Iterator[Contradiction]:
         lack = f"the run has buffers={settings.buffers!r}"
         yield noise, "buffers that hold no data of clients", lack, "Use buffers='keep', or a model with group norms"
     if settings.sampler is None and facts.num_clients is not None:  # an option that is not set, if epsilon needs it
-        needs, remedy = "a named sampler, because epsilon depends on it", _two_samplers(settings, facts.num_clients)
+        needs, remedy = "a named sampler, because epsilon depends on it", sampler_choices(settings, facts.num_clients)
         yield f"accountant={privacy.accountant!r}", needs, "sampler is not set", remedy
 
 
@@ -342,22 +340,6 @@ def _local_parts(facts: Facts) -> str | None:
     if facts.own_parameters:
         return f"{facts.name}, whose parameters stay with the clients,"
     return "buffers='local'" if facts.settings.buffers == "local" else None
-
-
-def _two_samplers(settings: Any, num_clients: int) -> str:
-    """Return the samplers between which a run with an accountant chooses, with the epsilon of each."""
-    share = settings.share_of(num_clients)
-    kinds = {
-        "bernoulli": f"Poisson sampling: each client with probability {share:.3g}",
-        "fixed": f"{fixed_size(share, num_clients)} of the {num_clients} clients in each round",
-    }
-    choices = []
-    for sampler, kind in kinds.items():
-        accountant = accountant_of(settings, sampler, num_clients)
-        neighbours = NEIGHBOURS[accountant.run_events.relation]
-        epsilon = accountant.epsilon(settings.rounds)
-        choices.append(f"sampler={sampler!r} ({kind}; epsilon {epsilon:.4g} if {neighbours})")
-    return f"Use {' or '.join(choices)}, after {settings.rounds} rounds at delta={accountant.delta:.3g}"
 
 
 def _unknown_law(settings: Any) -> str | None:

@@ -194,3 +194,19 @@ def normals(n: int, *parts: int | str) -> Tensor:
     """
     key = np.array([seeds.derive(*parts), 0], np.uint64)
     return torch.from_numpy(np.random.Generator(np.random.Philox(key=key)).standard_normal(n))
+
+
+def sampler_choices(settings: Any, num_clients: int) -> str:
+    """Return the samplers between which a run with an accountant chooses, with the epsilon of each."""
+    share = settings.share_of(num_clients)
+    kinds = {
+        "bernoulli": f"Poisson sampling: each client with probability {share:.3g}",
+        "fixed": f"{sampling.fixed_size(share, num_clients)} of the {num_clients} clients in each round",
+    }
+    choices = []
+    for sampler, kind in kinds.items():
+        accountant = accountant_of(settings, sampler, num_clients)
+        neighbours = NEIGHBOURS[accountant.run_events.relation]
+        epsilon = accountant.epsilon(settings.rounds)
+        choices.append(f"sampler={sampler!r} ({kind}; epsilon {epsilon:.4g} if {neighbours})")
+    return f"Use {' or '.join(choices)}, after {settings.rounds} rounds at delta={accountant.delta:.3g}"
