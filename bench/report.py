@@ -245,7 +245,7 @@ def short(record: Record) -> str:
     name = records.name_of(record).partition("-")[0]
     cases = [{**case, "rows": visible_rows(case)} for case in record["cases"]]
     if name == "accuracy":
-        parts = list(pieces({**record, "cases": cases}, per_task=False))
+        parts = list(pieces({**record, "cases": cases}, per_task=False))[:1]  # the terminal has the other table too
     elif name == "evidence":
         parts = list(evidence_tables(cases))
     elif name == "ncu":
