@@ -216,7 +216,8 @@ def test_a_variant_of_one_pass_shows_the_clean_weights(tmp_path: Path, manual: b
     checkpoint_weights = torch.load(tmp_path / "last.ckpt", weights_only=False)["state_dict"]
     for name, value in clean_module.named_parameters():
         assert same_bits(checkpoint_weights[name], value) and same_bits(model.get_parameter(name), value)
-        assert not torch.equal(perturbed_weights[name], value)
+        # The gradient of the bias before the BatchNorm is rounding, on some processors 0.
+        assert name == "layers.0.bias" or not torch.equal(perturbed_weights[name], value)
 
 
 def test_a_variant_of_one_pass_goes_on_from_a_checkpoint(tmp_path: Path) -> None:
