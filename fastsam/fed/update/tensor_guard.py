@@ -27,6 +27,8 @@ class TensorGuard:
         tensors = {name: t for name, t in self._places.items() if t is not None}
         self._parameters = [t for t in tensors.values() if isinstance(t, nn.Parameter)]
         self._pointers = list(map(_data_ptr, self._parameters))
+        # It stays allocated. Else a second replacement may get the first address again.
+        self._memory = [t.untyped_storage() for t in self._parameters]
         fixed = {name: (t, _version(t)) for name, t in tensors.items() if not t.requires_grad}
         self._frozen = {name: pair for name, pair in fixed.items() if isinstance(pair[0], nn.Parameter)}
         self._buffers = {name: pair for name, pair in fixed.items() if name not in self._frozen}

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from bench.fed.workload import Workload
-from fastsam import fed
+from fastsam import backend, fed
 from fastsam.fed.executors import epoch_graphs
 from tests.helpers.fake_cuda import FakeCuda
 
@@ -71,5 +71,5 @@ def test_a_steady_round_of_a_cnn_is_a_replay(monkeypatch: pytest.MonkeyPatch, ca
         )  # fmt: skip
     assert [graph.replays for graph in FakeCuda.graphs] == [ROUNDS - EAGER]
     operations, forward_calls = rounds[EAGER + 1]
-    assert operations <= 40 and forward_calls == 0
+    assert operations <= (40 if backend("cpu") == "native" else 90) and forward_calls == 0
     assert "not replayed" not in caplog.text

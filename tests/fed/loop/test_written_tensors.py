@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fastsam import fed
+from fastsam.fed.update.tensor_guard import TensorGuard
 from tests.helpers import oracle
 from tests.helpers.fed_refusals import refusals
 from tests.helpers.fed_runs import vector
@@ -160,6 +161,15 @@ class Evaluated(Cosine):
             assign_data(self.head.weight)
         output: Tensor = self.head(torch.tanh(self.body(x)))
         return output
+
+
+def test_no_tensor_gets_the_address_of_a_replaced_parameter() -> None:
+    """A second replacement would look like no replacement."""
+    module = nn.Linear(300, 300)
+    guard, address = TensorGuard(module), module.weight.data_ptr()
+    module.weight.data = module.weight.data * 2
+    assert address not in {t.data_ptr() for t in [torch.empty(300, 300) for _ in range(100)]}
+    assert "'weight' other memory" in str(guard.find_problem(has_fixed_buffers=False))
 
 
 test_refused = refusals(
