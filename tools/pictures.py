@@ -125,7 +125,7 @@ def draw_surface(axes: Axes, grid: list[list[float]], title: str, lowest: float,
 
 Panel = Callable[[Axes], None]
 TIME, ROUNDS = ("time: less is better", "rounds of FedAvg per second: more is better")
-ACCURACY = "test accuracy in percent: more is better"
+PERCENT = "test accuracy in percent: more is better"
 
 
 def bar_panel(bars: Callable[[], Bars], title: str, unit: str) -> Panel:
@@ -169,7 +169,7 @@ def gpu_panels() -> dict[str, Panel]:
 
 def accuracy_panels() -> dict[str, Panel]:
     """Return the panel of accuracy by file."""
-    return {"accuracy.svg": bar_panel(speeds.accuracy_bars, "MNIST-1D, mean of eight seeds", ACCURACY)}
+    return {"accuracy.svg": bar_panel(speeds.accuracy_bars, "MNIST-1D, mean of eight seeds", PERCENT)}
 
 
 def variants_panels() -> dict[str, Panel]:
@@ -206,7 +206,7 @@ def write(path: Path, panel: Panel, height: float = PHONE) -> None:
 def main(folder: Path = FOLDER) -> None:
     """Write every picture into `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
-    for name, panel in (step_panels() | round_panels() | gpu_panels() | variants_panels()).items():
+    for name, panel in (step_panels() | round_panels() | gpu_panels() | accuracy_panels() | variants_panels()).items():
         write(folder / name, panel, height=4.4)
     for name, panel in surface_panels().items():
         write(folder / name, panel)
