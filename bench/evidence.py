@@ -1,7 +1,7 @@
 """Evidence for SAM on MNIST-1D: 4,000 series of 40 numbers, made to tell methods apart in minutes.
 
 Source of data and models: Greydanus and Kobak, "Scaling down deep learning with MNIST-1D" (ICML 2024). The package
-`mnist1d` makes the series; nothing is downloaded. Every method has as many trials as the others: learning rates times
+`mnist1d` makes the series; nothing is downloaded. Every method has nine trials: learning rates times
 weight decays for SGD, learning rates times radii for SAM. Trials are ranked on 800 held-out training series with seeds
 that the report does not use. Then the best trial trains on all series, and the test set is read once for each seed.
 """
@@ -136,7 +136,7 @@ def data() -> tuple[Pair, Pair]:
 
 
 def split(noise: float, is_tuning: bool) -> tuple[Pair, Pair]:
-    """Return training samples, of which a fraction has another class, and samples to evaluate."""
+    """Return training samples, of which a fraction has a wrong class, and samples to evaluate."""
     (x, y), test = data()
     if is_tuning:
         test, (x, y) = (x[:HELD_OUT], y[:HELD_OUT]), (x[HELD_OUT:], y[HELD_OUT:])

@@ -70,7 +70,7 @@ def test_other_results_give_another_paragraph(tmp_path: Path) -> None:
 
 
 def test_what_fastsam_works_with_has_a_page_a_tried_version_and_a_test() -> None:
-    """The versions are those of the last run of tests/integrations, which docs/compatibility.md shows."""
+    """The last run of tests/integrations had these versions, which docs/compatibility.md shows."""
     tried = json.loads((records.RESULTS / "compatibility.json").read_text())["versions"]
     rows = re.findall(
         r"^\| .* \| \[.*?\]\((\S+?)(?:#\S*)?\) \| (\S+) (\S+) \| \[test\]\((\S+)\) \|$", text_of("README.md"), re.M

@@ -236,7 +236,7 @@ def test_an_interval(interval: int) -> None:
 @pytest.mark.shows("torch", "an average of the weights after each step (EMA)", "works")
 @pytest.mark.parametrize("variant", [None, variants.MSAM(0.3)], ids=["SAM", "MSAM"])
 def test_an_average_of_the_weights(variant: variants.SAM | None) -> None:
-    """The average is of the weights at which no perturbation is, in a one-pass variant those of an evaluation."""
+    """The average has unperturbed weights. A one-pass variant has them in evaluation."""
     loop = Loop() if variant is None else Loop(rho=None, variant=variant)
     average = AveragedModel(loop.model, multi_avg_fn=get_ema_multi_avg_fn(0.5))
     expected: list[Tensor] = []
