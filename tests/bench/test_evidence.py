@@ -41,6 +41,7 @@ def test_a_run_depends_on_its_seed_alone() -> None:
     assert one == two != other
 
 
+@pytest.mark.slow
 def test_the_command_writes_rows_that_a_page_shows(tmp_path, capsys) -> None:  # type: ignore[no-untyped-def]
     arguments = ["evidence", "--quick", "--cases", "1d/mlp-0", "1d-rho/mlp-0", "--rows", "SGD", "rho 0.1"]
     assert command.main([*arguments, "--out", str(tmp_path)]) == 0
