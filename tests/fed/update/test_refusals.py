@@ -53,7 +53,7 @@ test_refused = refusals(
      'anchor_weight must be a finite number >= 0 and <= 1, got 1.5'),
     (lambda: fed.LocalUpdate(D.PATH, direction_vector=torch.zeros(3), drift_weight=float("nan")),
      'drift_weight must be a finite number'),
-    # tensors that are no rows
+    # tensors that are not rows
     (lambda: ROWS.unflatten(torch.zeros(73)), r"in this run a row has 256 numbers .*got \[73\]"),
     (lambda: ROWS.vector(torch.tensor(1.0)), r"in this run a row has 256 numbers .*got \[\]"),
     (lambda: ROWS.row(torch.zeros(256)), r"in this run a vector has 73 numbers .*got \[256\]"),
