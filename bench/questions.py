@@ -5,11 +5,7 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
-from bench import evidence as series
-from bench import launches, ncu, ops, steps, whole_steps
-from bench.accuracy import clients, evidence
-from bench.accuracy import training as accuracy
-from bench.accuracy.tasks import REAL_TASKS, TASKS
+from bench import evidence, launches, ncu, ops, steps, whole_steps
 from bench.case import Case, Options
 from bench.contenders import Contender, contenders, variant_contenders
 from bench.fed import cases as federated
@@ -86,25 +82,6 @@ def family(options: Options) -> Iterator[Case]:
         )
 
 
-def worth(options: Options) -> Iterator[Case]:
-    """Yield the accuracy of SAM's variants on small tasks, next to SGD's."""
-    for task in TASKS:
-        for name in dict.fromkeys(["SGD", *options.select(accuracy.contenders())]):
-            yield Case("accuracy", task, [name], partial(accuracy.measure, task, name, options.quick))
-
-
-def proof(options: Options) -> Iterator[Case]:
-    """Yield the accuracy of SGD, SAM and variants on MNIST-1D and on scanned digits, then of clients with and without
-    SAM."""
-    yield from series.cases(options)
-    if names := options.select(evidence.CONTENDERS):
-        for task in REAL_TASKS:
-            yield Case("evidence", task, names, partial(evidence.measure, task, names, options.quick))
-    if names := options.select(clients.ALGORITHMS):
-        for task in REAL_TASKS:
-            yield Case("clients", task, names, partial(clients.measure, task, names, options.quick))
-
-
 def profile(options: Options) -> Iterator[Case]:
     """Yield Nsight Compute's figures of norm, perturbation, update and a row program."""
     yield Case("ncu", "Nsight Compute", (), lambda: {"rows": ncu.measure()})
@@ -112,5 +89,5 @@ def profile(options: Options) -> Iterator[Case]:
 
 QUESTIONS: dict[str, Callable[[Options], Iterator[Case]]] = {
     "step": step, "variants": family, "kernels": kernels,
-    "accuracy": worth, "evidence": proof, "federated": federated.all_of, "ncu": profile,
+    "evidence": evidence.cases, "federated": federated.all_of, "ncu": profile,
 }  # fmt: skip

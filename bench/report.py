@@ -15,9 +15,9 @@ from typing import Any
 
 from bench import ROOT, joint, plots, readme
 from bench import record as records
-from bench.accuracy.report import BASELINES, evidence_tables, pieces
-from bench.accuracy.training import contenders
 from bench.contenders import VARIANTS
+from bench.evidence_tables import BASELINES, CURVES
+from bench.evidence_tables import tables as evidence_tables
 from bench.fed import decisions
 from bench.joint import NONE, TWO_DIGITS, Show, digits
 from bench.ncu import METRICS
@@ -90,18 +90,12 @@ COLUMNS: dict[str, Sequence[Column]] = {
         Column("busy", "busy", "{:.0%}".format), Column("kernels at once while busy", "at_once", digits(1)),
         Column("streams", "streams", str),
     ),
-    "accuracy": (
-        Column("chosen", "chosen", str), Column("accuracy", "steps.mean", digits(1, 100)),
-        Column("standard deviation", "steps.std", digits(1, 100)), Column("sharpness", "steps.rise", digits(3)),
-        Column("time a step", "cost"), Column("steps in SGD's time", "time.steps", str),
-        Column("accuracy then", "time.mean", digits(1, 100)),
-        Column("standard deviation", "time.std", digits(1, 100)),
-    ),
     **dict.fromkeys(
-        [*BASELINES, "1d-rho"],
+        [*BASELINES, *CURVES],
         (
             Column("chosen", "chosen", str), Column("steps or rounds", "steps.steps", str),
             Column("accuracy", "steps.mean", digits(1, 100)), Column("standard deviation", "steps.std", digits(1, 100)),
+            Column("hours", "hours", digits(2)),
         ),
     ),
     **dict.fromkeys(
@@ -139,8 +133,6 @@ def case_table(case: Record) -> Table:
 
 def visible_rows(case: Record) -> Sequence[Row]:
     """Return the rows to show, without contenders that were removed since; a variant's row has its peer's row in it."""
-    if case["part"] == "accuracy":
-        return [row for row in case["rows"] if row["name"] in contenders()]
     if case["part"] == "gpu":  # an executor has a row per place on the axis
         return [{**row, "title": row["name"]} for row in case["rows"]]
     if case["part"] != "variants":
@@ -219,20 +211,12 @@ def _ops(cases: Sequence[Record], layout: str, times: bool = True) -> str:
     return f"Fraction of the floor on {layout} tensors, {facts}:\n\n{table.markdown()}"
 
 
-def _accuracy(record: Record) -> Iterator[str]:
-    tasks = {**record, "cases": [{**case, "rows": visible_rows(case)} for case in record["cases"]]}
-    yield from pieces(tasks)
-    yield from _cases(tasks)
-
-
 def _evidence(record: Record) -> Iterator[str]:
     yield from evidence_tables(record["cases"])
     yield from _cases(record)
 
 
-PAGES: dict[str, Callable[[Record], Iterator[str]]] = {
-    "kernels": _kernels, "accuracy": _accuracy, "evidence": _evidence,
-}  # fmt: skip
+PAGES: dict[str, Callable[[Record], Iterator[str]]] = {"kernels": _kernels, "evidence": _evidence}
 
 
 def markdown(record: Record) -> str:
@@ -244,9 +228,7 @@ def short(record: Record) -> str:
     """Return the short tables of a record for its page, and how it was made."""
     name = records.name_of(record).partition("-")[0]
     cases = [{**case, "rows": visible_rows(case)} for case in record["cases"]]
-    if name == "accuracy":
-        parts = list(pieces({**record, "cases": cases}, per_task=False))[:1]  # the terminal has the other table too
-    elif name == "evidence":
+    if name == "evidence":
         parts = list(evidence_tables(cases))
     elif name == "ncu":
         parts = list(_cases(record))
