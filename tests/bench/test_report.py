@@ -45,7 +45,7 @@ def test_pages_hold_what_was_measured() -> None:
     for path, text in report.pages().items():
         assert text == path.read_text(), f"{path.name} differs from the results: python -m bench.report --publish"
     names = {name for path in report.pages() for name in report.places(path.read_text())}
-    expected = {f"bench:{name}" for name in ("step", "variants", "kernels", "federated", "accuracy")}
+    expected = {f"bench:{name}" for name in ("step", "variants", "kernels", "federated", "evidence")}
     assert expected | {f"bench:{name}-cuda" for name in ("variants", "kernels", "federated")} <= names
 
 
@@ -183,7 +183,7 @@ def test_rows_of_other_days_and_commits_are_not_put_into_one_ratio(
 
 
 def test_accuracies_of_other_days_are_joined() -> None:
-    first, second = (record_of("accuracy", case("accuracy", {"name": name, "steps": {}})) for name in ("SAM", "GSAM"))
+    first, second = (record_of("evidence", case("methods", {"name": name, "steps": {}})) for name in ("SAM", "GSAM"))
     record = records.join(first, made(second, **LATER["day"]))
     assert [row["name"] for row in records.rows(record)] == ["SAM", "GSAM"]
 

@@ -85,6 +85,24 @@ def test_fused_sam_learns() -> None:
     assert accuracy is not None and float(accuracy.group(1)) > 0.95
 
 
+@pytest.mark.parametrize("method", ["sgd", "sam", "msam", "late"])
+def test_cifar_trains_on_made_up_images(method: str) -> None:
+    """A bright or a dark half tells the classes apart; after training, the weights are those of evaluation."""
+    example = runpy.run_path(str(EXAMPLES / "cifar.py"))
+    torch.manual_seed(0)
+    y = torch.arange(48) % 2
+    x = 0.1 * torch.randn(48, 3, 32, 32) + (2.0 * y - 1)[:, None, None, None]
+    model = example["wide_resnet"](2, depth=10, factor=1)
+    example["train"](model, x, y, method, rho=0.01, epochs=3, batch=8, seed=0)
+    assert example["accuracy"](model, x, y) > 0.95
+
+
+def test_cifar_has_its_two_models() -> None:
+    models = runpy.run_path(str(EXAMPLES / "cifar.py"))["MODELS"]
+    sizes = {name: sum(p.numel() for p in make(10).parameters()) for name, make in models.items() if name == "wrn"}
+    assert sizes == {"wrn": 36_479_194}  # the 36.5 M of the paper
+
+
 @pytest.fixture
 def one_after_the_other(monkeypatch: MonkeyPatch) -> None:
     """Train clients one by one, so that no passes are recorded for these few rounds."""
