@@ -266,7 +266,8 @@ bench-transformers: $(VENV)/.has-fastsam $(PEERS)/integrations/.ready ## federat
 figures: $(READY) ## measure all that README shows, then write its tables, pages and pictures
 	@$(BIN)/python -m bench step --out runs/figures
 	@$(MAKE) bench-fed OUT=runs/figures
-	@$(BIN)/python -m bench.report runs/figures/step.json runs/figures/federated.json --publish >/dev/null
+	@$(BIN)/python -m bench.report runs/figures/step.json bench/results/federated.json \
+	  runs/figures/federated.json --publish >/dev/null
 	@$(MAKE) pictures
 
 # torch's libraries are loaded by `import torch` and never copied into a wheel.

@@ -7,7 +7,8 @@ LibTorch's stable ABI, so they serve torch 2.10 and newer. `make gpu` uses them 
 build/carry/against has the package of COMMIT. A measurement that is started there, with the repository's root in
 PYTHONPATH, measures that package:
 
-    cd build/carry/against && PYTHONPATH=../../.. python -m bench federated --device cuda --out DIR
+    cd build/carry/against && export FASTSAM_COMMIT=$(cat commit.txt) PYTHONPATH=../../..
+    python -m bench federated --device cuda --out DIR
 """
 
 import argparse

@@ -81,10 +81,6 @@ COLUMNS: dict[str, Sequence[Column]] = {
     ),
     "share": (Column("of a round", "own_share", "{:.1%}".format), Column("seconds a round", "seconds", digits(3))),
     "gpu": (Column("ms a round", "seconds", digits(1, 1e3)), Column("first round, s", "first", digits(1))),
-    "busy": (
-        Column("busy", "busy", "{:.0%}".format), Column("kernels at once while busy", "at_once", digits(1)),
-        Column("streams", "streams", str),
-    ),
     "accuracy": (
         Column("chosen", "chosen", str), Column("accuracy", "steps.mean", digits(1, 100)),
         Column("standard deviation", "steps.std", digits(1, 100)), Column("sharpness", "steps.rise", digits(3)),

@@ -1,4 +1,4 @@
-"""The script of `make gpu`: parts that fail, hang or cannot run do not hide other parts; and what it takes along."""
+"""The script of `make gpu`: parts that fail, hang or cannot run do not hide other parts. The files of build/carry."""
 
 import os
 import re
