@@ -224,4 +224,4 @@ def test_a_refused_algorithm_does_not_stop_a_comparison(cwd: Path, capsys: Captu
         "error: feddyn-seed0: server_lr=0.5 needs .* the server's step of FedDyn has none", capsys.readouterr().err
     )
     assert (cwd / "both" / "fedavg-seed0" / "summary.json").exists()
-    assert "the server's step of FedDyn has none" in (cwd / "both" / "report.md").read_text()
+    assert "the server&#x27;s step of FedDyn has none" in (cwd / "both" / "report.html").read_text()

@@ -16,7 +16,7 @@ from tests.helpers.crosses import one_in
 from tools import generated
 
 IMAGES = {"emnist", "cifar10", "cifar100", "officehome", "domainnet"}
-FIGURES = {"curves", "measures", "classes", "surfaces", "ablations"}
+FIGURES = {"curves", "sweeps", "surfaces", "classes"}
 
 # A digest of every published cell, taken when they had been cut out of the papers' texts.
 PUBLISHED = {

@@ -12,14 +12,13 @@ from fastsam.fed.common.atomic_files import make_directory, write_json
 from fastsam.fed.rundir.checkpoint import RunDirectoryError
 from fastsam.lab import compare
 from fastsam.lab.config import ConfigError
+from fastsam.lab.report.files import COMPARISON_FILES
 from fastsam.lab.reproduce import ordering, runner
 from fastsam.lab.reproduce.page import document, record
 from fastsam.lab.reproduce.table import load
 
 if TYPE_CHECKING:
     from rich.console import Console
-
-FILES = {"report": "report.html", "report (text)": "report.md", "summary": "summary.json"}
 
 
 def reproduce(
@@ -63,7 +62,7 @@ def reproduce(
     console.print(report.title, soft_wrap=True)
     for part in report.tables:
         part.show(console)
-    paths = {name: directory / file for name, file in FILES.items()}
+    paths = {name: directory / file for name, file in COMPARISON_FILES.items()}
     paths |= {figure.path.stem: figure.path for figure in report.figures}
     return 1 if any(outcome.failures for outcome in outcomes.values()) else 0, paths
 

@@ -13,7 +13,7 @@ from fastsam.fed.measures.surface import RADIUS
 from fastsam.lab.compare import Plan
 from fastsam.lab.plots import surfaces
 from fastsam.lab.report.document import Document, Figure
-from fastsam.lab.report.files import draw_ablations, draw_plots
+from fastsam.lab.report.files import draw_curves, draw_sweeps
 from fastsam.lab.report.finished import spelled
 from fastsam.lab.report.table import Table as TextTable
 from fastsam.lab.report.tables import accuracy, last_measures
@@ -126,8 +126,16 @@ def _plain_tables(table: PaperTable, outcomes: Outcomes) -> list[TextTable]:
     for part, outcome in outcomes.items():
         candidates = [accuracy(outcome.runs), last_measures(outcome.runs)] if outcome.runs else []
         part_tables = [part_table for part_table in candidates if part_table is not None]
+        part_tables += [_classes(outcome)] if "classes" in table.figures else []
         tables += [replace(t, title=f"{_part_name(table, part)}: {t.title.lower()}") for t in part_tables]
     return tables
+
+
+def _classes(outcome: Outcome) -> TextTable:
+    """Return the folded table of the numbers of samples of each class on each client."""
+    head = ["client", *map(str, range(outcome.counts.shape[1]))]
+    rows = [[str(client), *map(str, counts)] for client, counts in enumerate(outcome.counts)]
+    return TextTable("Who holds which classes", head, rows, is_folded=True)
 
 
 def _changes(table: PaperTable, plans: Mapping[Part, Plan]) -> TextTable | None:
@@ -146,9 +154,8 @@ def _figures(table: PaperTable, outcomes: Outcomes, directory: Path) -> list[Fig
         if not outcome.runs:
             continue
         name, prefix = _part_name(table, part), f"{part.slug}-"
-        part_figures = draw_plots(outcome.runs, {"": outcome.counts}, directory, name, table.figures, prefix)
-        if "ablations" in table.figures:
-            part_figures += draw_ablations(outcome.runs, directory, name, prefix)
+        part_figures = draw_curves(outcome.runs, directory, name, prefix) if "curves" in table.figures else []
+        part_figures += draw_sweeps(outcome.runs, directory, name, prefix) if "sweeps" in table.figures else []
         figures += [Figure(f.path, f"{name}: {f.caption[0].lower()}{f.caption[1:]}") for f in part_figures]
     grids = {
         _surface_label(part, label, outcomes): grid
