@@ -198,10 +198,10 @@ def check_directory(plan: Plan, directory: Path, resume: bool) -> None:
     """
     if is_new(directory, resume):
         return
-    if "compare" not in _config_of(directory):
+    if "compare" not in config_of(directory):
         raise RunDirectoryError(f"{directory} is not the directory of a comparison; choose another --run-dir")
     for run in plan.runs:
-        new_record, old_record = run.config.record(), _config_of(directory / run.directory)
+        new_record, old_record = run.config.record(), config_of(directory / run.directory)
         if new_record["lr"] is None:  # an imported optimizer's rate is known in the run, which compares it
             old_record.pop("lr", None)
         for key in sorted(new_record.keys() | old_record.keys() if old_record else ()):
@@ -223,7 +223,7 @@ def is_new(directory: Path, resume: bool) -> bool:
     return False
 
 
-def _config_of(directory: Path) -> dict[str, Any]:
+def config_of(directory: Path) -> dict[str, Any]:
     """Return the config.json of a directory, or an empty dict if it cannot be read."""
     try:
         content = read_json(directory / "config.json")
