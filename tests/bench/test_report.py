@@ -53,6 +53,19 @@ def test_pages_show_results_only() -> None:
     assert not [(path.name, word) for path, text in report.pages().items() for word in words if word in text]
 
 
+def test_a_row_of_a_table_is_a_line_of_its_file(tmp_path: Path) -> None:
+    rows = [{"name": "a", "times": [1.0, 2.5]}, {"name": "b", "grid": [{"rho": 0.1}]}]
+    record = record_of("federated", case("gpu", *rows, rounds=3))
+    records.write(record, tmp_path / "federated.json")
+    text = (tmp_path / "federated.json").read_text()
+    assert json.loads(text) == record and '\n   "rounds": 3,\n   "rows": [\n' in text
+    lines = [line.strip().rstrip(",") for line in text.splitlines()]
+    assert {json.dumps(row) for row in records.rows(record)} <= {*lines}
+    for path in records.RESULTS.glob("*.json"):
+        content = path.read_text()
+        assert content == f"{records.text(json.loads(content))}\n", f"{path.name} was not written by bench.record.write"
+
+
 def test_published_results_were_all_measured() -> None:
     record = records.read(records.RESULTS / "step.json")
     assert [case["part"] for case in record["cases"]] == ["step"] * 6 + ["whole"] * 3
