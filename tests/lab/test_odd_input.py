@@ -70,7 +70,7 @@ def cwd(tmp_path: Path, monkeypatch: MonkeyPatch) -> Path:
             "'mlp', 'emnist_cnn', 'lenet', 'resnet18_gn', 'vit_b_32' or an import path",
         ),
         ("reproduce fedlesam-tabel2", "no table 'fedlesam-tabel2' .did you mean 'fedlesam-table2'"),
-        ("reproduce fedlesam-table2 --scale --seeds one", "--seeds takes integers such as 0,1,2, got 'one'"),
+        ("reproduce fedlesam-table2 --scale --seeds one", "seeds must be integers such as 0,1,2, got 'one'"),
         ("reproduce fedlesam-table2 --scale --seeds=", "--seeds takes integers such as 0,1,2, got ''"),
     ],
     ids=lambda text: text[:60],

@@ -32,7 +32,7 @@ def reproduce(
     FileNotFoundError if data are missing.
     """
     if seeds is not None and not seeds:
-        raise ConfigError("--seeds takes integers such as 0,1,2, got none")
+        raise ConfigError("--seeds takes integers such as 0,1,2, got ''")
     table = load(name, scale)
     plans = runner.plans(table, flags, table.seeds if seeds is None else seeds)
     numbers = list(next(iter(plans.values())).seeds)
