@@ -147,21 +147,15 @@ attack: $(READY) ## kills, damage, nonsense, interrupts, hostile files. MINUTES=
 	@$(BIN)/python -m tests.attack --minutes $(MINUTES) --seed $(SEED) --examples $(EXAMPLES) \
 	  --out $(or $(OUT),runs/attack.json) $(ARGS)
 
-# Four shards of some twenty minutes: a fourth of the slow tests each, and one more kind of run.
-test-slow: $(VENV)/.has-docs $(READY) ## what `make test` leaves out: long runs, attacks, heap, sanitizers. SHARD=1/4
-	@set -e; for shard in $(or $(firstword $(subst /, ,$(SHARD))),1 2 3 4); do $(MAKE) slow-shard-$$shard; done
-
-slow-shard-%:
-	@$(BIN)/python -m pytest -q -ra $(SHARED_OUT) -m slow --shard $*/4
-	@set -e; case $* in \
-	  1) $(MAKE) test-sanitize ;; \
-	  2) $(MAKE) test-malloc TRAINING=tests ;; \
-	  3) for isa in $(OUR_SETS); do echo "FASTSAM_ISA=$$isa: $(OURS)"; \
-	    FASTSAM_ISA=$$isa $(BIN)/python -m pytest -q $(SHARED_OUT) -m 'not slow and not gpu_code' $(OURS); done ;; \
-	  4) for isa in $(ONEDNN_SETS); do echo "ONEDNN_MAX_CPU_ISA=$$isa: $(TRAINING)"; \
-	    ONEDNN_MAX_CPU_ISA=$$isa \
-	      $(BIN)/python -m pytest -q $(SHARED_OUT) -m 'not slow and not gpu_code' $(TRAINING); done ;; \
-	esac
+test-slow: $(VENV)/.has-docs $(READY) ## what `make test` leaves out: long runs, sanitizers, heap, instruction sets
+	@$(BIN)/python -m pytest -q -ra $(SHARED_OUT) -m slow
+	@$(MAKE) test-sanitize
+	@$(MAKE) test-malloc TRAINING=tests
+	@set -e; for isa in $(OUR_SETS); do echo "FASTSAM_ISA=$$isa: $(OURS)"; \
+	  FASTSAM_ISA=$$isa $(BIN)/python -m pytest -q $(SHARED_OUT) -m 'not slow and not gpu_code' $(OURS); done
+	@set -e; for isa in $(ONEDNN_SETS); do echo "ONEDNN_MAX_CPU_ISA=$$isa: $(TRAINING)"; \
+	  ONEDNN_MAX_CPU_ISA=$$isa \
+	    $(BIN)/python -m pytest -q $(SHARED_OUT) -m 'not slow and not gpu_code' $(TRAINING); done
 
 test-cuda: $(READY) ## the GPU kernels without a GPU: compiled, their machine code, and emulated on the host
 	@$(BIN)/python -m pytest -q -ra $(SHARED_OUT) -m 'gpu_code and not slow'
@@ -263,7 +257,8 @@ bench-transformers: $(VENV)/.has-fastsam $(PEERS)/integrations/.ready ## federat
 figures: $(READY) ## measure all that README shows, then write its tables, pages and pictures
 	@$(BIN)/python -m bench step --out runs/figures
 	@$(MAKE) bench-fed OUT=runs/figures
-	@$(BIN)/python -m bench.report runs/figures/step.json runs/figures/federated.json --publish >/dev/null
+	@$(BIN)/python -m bench.report runs/figures/step.json bench/results/federated.json \
+	  runs/figures/federated.json --publish >/dev/null
 	@$(MAKE) pictures
 
 # torch's libraries are loaded by `import torch` and never copied into a wheel.

@@ -4,7 +4,11 @@
 
 build/carry/kernels has the libraries, compiled for `--architectures` by nvcc on a machine that needs no GPU. They use
 LibTorch's stable ABI, so they serve torch 2.10 and newer. `make gpu` uses them if they are of its sources.
-build/carry/against has the package of COMMIT, which `make gpu ARGS="--call decide"` compares with.
+build/carry/against has the package of COMMIT. A measurement that is started there, with the repository's root in
+PYTHONPATH, measures that package:
+
+    cd build/carry/against && export FASTSAM_COMMIT=$(cat commit.txt) PYTHONPATH=../../..
+    python -m bench federated --device cuda --out DIR
 """
 
 import argparse

@@ -1,7 +1,5 @@
 """Everything that a GPU can show, in three calls: `make gpu ARGS="--call 1" OUT=DIR`, or `python bench/gpu.py`.
 
-`--call decide` measures what decides how clients train at the same time (bench/fed/decide.py); it comes first.
-
 Meant for a bare machine with torch, Triton, numpy, pytest, safetensors, hypothesis and nvcc, without a network, and for
 ten minutes a call. It installs nothing; libraries are built in the checkout, so that a later call on the same machine
 compiles only what changed. Libraries in build/carry (`make gpu-carry`) are used if they are of these sources and of
@@ -26,7 +24,7 @@ import sys
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
 from pathlib import Path
@@ -34,14 +32,13 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ROOT / "build" / "gpu"  # has kernels/ under its installed name
-CARRIED, AGAINST = ROOT / "build" / "carry" / "kernels", ROOT / "build" / "carry" / "against"  # see bench/carry.py
+CARRIED = ROOT / "build" / "carry" / "kernels"  # see bench/carry.py
 REPORT, ARCHITECTURES = "native.json", "architectures.txt"  # files next to libraries: their sources and their GPUs
 TOTAL_SECONDS = 570  # time limit of a call
 GRACE = 15  # seconds of its limit, at most, that a part has when it is interrupted: pytest tells its failures then
 MIN_SECONDS = 10.0  # seconds that a part has
 ABSENT = 77  # exit code of a part that finds out that it cannot run here; its last line says why
 INTERRUPTED = ("Traceback (most recent call last)", "KeyboardInterrupt")  # Python's words after an interrupt
-DECIDE = "decide"  # a call that runs by itself, before the others
 OK, FAILED, TIMED_OUT, LEFT_OUT = "passed", "failed", "timed out", "left out"
 
 # A broken machine fails everywhere: after 20 failures a part ends by itself and says why, before it is interrupted.
@@ -69,11 +66,11 @@ NATIVE, TRITON = "fastsam_native fastsam_exclusive foreach copied", "fastsam_tri
 @dataclass(frozen=True)
 class Part:
     """A command, the call that runs it (0: every call, without a GPU too), and the weight of its share of the call's
-    time. SECONDS in a command is replaced by the time that the part has, less what it needs to end. LIMIT is the time
-    for a command that ends by itself. Checks run at the same time as the checks next to them."""
+    time. SECONDS in a command is replaced by the time that the part has, less what it needs to end. Checks run at the
+    same time as the checks next to them."""
 
     name: str
-    call: int | str
+    call: int
     title: str
     command: str
     weight: int
@@ -102,8 +99,6 @@ PARTS = (
          200),
     Part("triton-steps", 3, "whole steps, Triton", BENCH.format(f"kernels --cases 'steps/*' --rows {TRITON}"), 60),
     Part("triton-ops", 3, "every kernel, Triton", BENCH.format("kernels --cases 'ops/*' --rows triton"), 90),
-    Part("decide", DECIDE, "what decides how clients train at the same time",
-         "python -m bench.fed.decide --device cuda --seconds LIMIT --out OUT --against AGAINST", 540),
     Part("ncu", 3, "Nsight Compute: throughput, occupancy, stalls", BENCH.format("ncu"), 60),
 )  # fmt: skip
 
@@ -168,7 +163,7 @@ def run_part(part: Part, out: Path, environment: dict[str, str], limit: float) -
     nvcc = "TORCH_CUDA_ARCH_LIST" in environment and shutil.which("nvcc", path=environment["PATH"])
     grace, start = min(GRACE, limit / 6), time.monotonic()
     values = {"SECONDS": str(int(0.8 * limit)), "OUT": str(out), "python": sys.executable}
-    values |= {"LIMIT": str(int(limit - 2 * grace)), "CUDA": "--cuda" if nvcc else "--no-cuda"}
+    values |= {"CUDA": "--cuda" if nvcc else "--no-cuda"}
     command = ["timeout", "--signal=INT", f"--kill-after={grace:.0f}", f"{limit - grace:.0f}"]
     command += [values.get(word, word) for word in shlex.split(text)]
     with open(out / f"{part.name}.txt", "w+") as log:
@@ -204,21 +199,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python bench/gpu.py", description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=Path("runs/gpu"), metavar="DIR", help="default: runs/gpu")
     parser.add_argument("--seconds", type=float, help=f"limit of this call (default: {TOTAL_SECONDS})")
-    names, default = [part.name for part in PARTS], [part.name for part in PARTS if part.call != DECIDE]
+    names = [part.name for part in PARTS]
     group = parser.add_mutually_exclusive_group()
-    calls = {"1": 1, "2": 2, "3": 3, DECIDE: DECIDE}
-    group.add_argument("--call", choices=calls, help="the parts of one of the calls; `decide` comes first")
-    parts_help = "default: those of the calls 1 to 3; build always runs"
-    group.add_argument("--parts", nargs="+", choices=names, default=default, help=parts_help)
-    parser.add_argument("--against", type=Path, default=AGAINST, metavar="DIR", help="tree that `decide` compares with")
+    group.add_argument("--call", type=int, choices=(1, 2, 3), help="the parts of one of the calls")
+    group.add_argument("--parts", nargs="+", choices=names, default=names, help="default: all; build always runs")
     options = parser.parse_args(argv)
     out, start = options.out.resolve(), time.monotonic()
     out.mkdir(parents=True, exist_ok=True)
     environment, facts = surroundings()
     end = start + (options.seconds or TOTAL_SECONDS)
-    call = calls.get(options.call)
-    parts = [p for p in PARTS if not p.call or (p.call == call if call else p.name in options.parts)]
-    parts = [replace(p, command=p.command.replace("AGAINST", str(options.against.resolve()))) for p in parts]
+    parts = [p for p in PARTS if not p.call or (p.call == options.call if options.call else p.name in options.parts)]
     outcomes: list[dict[str, Any]] = []
     ready_parts = []
     for part in parts:
@@ -243,8 +233,6 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"  {outcome['state']} {outcome['result']}", flush=True)
         (out / "summary.md").write_text(summary(facts, outcomes))
     page = summary(facts, outcomes)
-    if (table := out / "decisions.md").is_file():
-        page += f"\n{table.read_text()}"
     (out / "summary.md").write_text(page)
     print(f"\n{page}\nwritten: {out}", flush=True)
     return int(any(one["state"] in (FAILED, TIMED_OUT) for one in outcomes))

@@ -59,7 +59,6 @@ FIGURES: dict[str, tuple[Figure, ...]] = {
     "growth": (Figure("speed", "Rounds per second; the first size is 1"),),
     "share": (Figure("own_share", "Part of a round that is neither autograd nor a kernel", "{:.1%}".format),),
     "gpu": (Figure("seconds", "Milliseconds of a round", digits(1, 1e3)),),
-    "busy": (Figure("busy", "Part of a round in which the device is busy", "{:.0%}".format),),
 }
 FURTHER = {
     "variants": Figure("peer.to.ours", "Time of pytorch-optimizer's class of the same name; ours is 1", digits(1)),

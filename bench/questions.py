@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
-from bench import evidence, launches, ncu, ops, steps, whole_steps
+from bench import evidence, ncu, ops, steps, whole_steps
 from bench.case import Case, Options
 from bench.contenders import Contender, contenders, variant_contenders
 from bench.fed import cases as federated
@@ -14,7 +14,6 @@ from bench.workload import KERNEL_SIZES, SIZES
 from fastsam import backends
 
 KERNEL_ROUNDS, FEW_ROUNDS = 21, 5
-HOST_ROUNDS = 500  # steps
 CASE_SECONDS = {"cpu": 4.0, "cuda": 1.5}  # time limit of a case's rounds
 TO = ("copied", "flat", "foreach", "compiled")
 STEPS_LAST = {"30m": 1, "100m": 2}  # large sizes, in this order: torch.compile takes longest on the last
@@ -50,7 +49,7 @@ def step(options: Options) -> Iterator[Case]:
 
 
 def kernels(options: Options) -> Iterator[Case]:
-    """Yield every op and whole steps against the memory floor, eager and replayed; Triton's host time on a CPU."""
+    """Yield every op and whole steps against the memory floor, eager and replayed."""
     limits = (options.number(KERNEL_ROUNDS, FEW_ROUNDS), CASE_SECONDS[options.device])
     sizes = [s for s in KERNEL_SIZES.values() if options.device == "cuda" or s.name not in CPU_LEFT_OUT]
     for size in sorted(sizes, key=lambda s: STEPS_LAST.get(s.name, 0)):
@@ -65,10 +64,6 @@ def kernels(options: Options) -> Iterator[Case]:
     names = options.select(b.name for b in backends.table() if b.device == options.device)
     for case in kernel_cases(sizes, list(OPS.values())) if names else ():
         yield Case("ops", case.name, names, partial(ops.measure, case, options.machine, *limits, names))
-    names = options.select(launches.TITLES) if options.device == "cpu" else []
-    for count in launches.COUNTS if names else ():
-        run = partial(launches.measure, count, options.number(HOST_ROUNDS), names)
-        yield Case("host", f"triton-{count}", names, run)
 
 
 def family(options: Options) -> Iterator[Case]:

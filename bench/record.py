@@ -3,7 +3,7 @@
 A record is JSON with `kind`, `device`, `environment`, `added` (later commands), `cases` and `left_out`. A case has a
 part, a name, a title, facts, its commit and day (`made`) and `rows`. A row has a name and figures: numbers, or
 summaries (median and quartiles). A row without figures says why: `problem` (it failed or was wrong) or `absent` (it
-cannot run here).
+cannot run here). In a file each row is a line.
 """
 
 import json
@@ -15,7 +15,7 @@ from bench import ROOT, environment
 from fastsam.fed.common.atomic_files import write_bytes
 
 RESULTS = ROOT / "bench" / "results"
-KINDS = ("step", "variants", "kernels", "federated", "evidence", "ncu", "decide")
+KINDS = ("step", "variants", "kernels", "federated", "evidence", "ncu")
 FORMAT = "fastsam.bench.{}/2"
 HOW = ("command", "date", "commit")
 UNTIMED = ("evidence", "evidence-cuda")  # their figures do not depend on the day
@@ -53,7 +53,25 @@ def read(path: Path) -> dict[str, Any]:
 def write(record: Record, path: Path) -> None:
     """Write a record as JSON, so that a run that is stopped leaves the last complete file."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_bytes(path, (json.dumps(record, indent=1) + "\n").encode())
+    write_bytes(path, f"{text(record)}\n".encode())
+
+
+def text(value: Any, depth: int = 0) -> str:
+    """Return JSON with a line for each row of a table.
+
+    A list of objects has an item per line. An object has a key per line at the first two levels, and if it has "rows";
+    every other object is written in one line.
+    """
+    is_table = isinstance(value, list) and bool(value) and all(isinstance(item, dict) for item in value)
+    if is_table:
+        lines = [text(item, depth + 1) for item in value]
+    elif isinstance(value, dict) and value and (depth < 2 or "rows" in value):
+        lines = [f"{json.dumps(key)}: {text(item, depth + 1)}" for key, item in value.items()]
+    else:
+        return json.dumps(value)
+    first, last = "[]" if is_table else "{}"
+    inner, outer = "\n" + " " * (depth + 1), "\n" + " " * depth
+    return f"{first}{inner}{f',{inner}'.join(lines)}{outer}{last}"
 
 
 def has_failed(row: Row) -> bool:

@@ -18,7 +18,6 @@ from bench import record as records
 from bench.contenders import VARIANTS
 from bench.evidence_tables import BASELINES, CURVES
 from bench.evidence_tables import tables as evidence_tables
-from bench.fed import decisions
 from bench.joint import NONE, TWO_DIGITS, Show, digits
 from bench.ncu import METRICS
 from bench.record import RESULTS, Record, Row, figure, has_failed, median
@@ -74,10 +73,6 @@ RACE = (
 )  # fmt: skip
 COLUMNS: dict[str, Sequence[Column]] = {
     **dict.fromkeys(("step", "steps", "whole", "variants", "ops"), STEPS),
-    "host": (
-        Column("host", "host_seconds.unchanged", duration),
-        Column("host, gradients elsewhere every time", "host_seconds.changed", duration),
-    ),
     **dict.fromkeys(("speed-1", "speed-2", "growth", "ranks"), RACE),
     "bert": (*RACE, Column("seconds of a round", "seconds"), Column("CPU seconds, first round", "first")),
     "overhead": (
@@ -86,27 +81,12 @@ COLUMNS: dict[str, Sequence[Column]] = {
     ),
     "share": (Column("of a round", "own_share", "{:.1%}".format), Column("seconds a round", "seconds", digits(3))),
     "gpu": (Column("ms a round", "seconds", digits(1, 1e3)), Column("first round, s", "first", digits(1))),
-    "busy": (
-        Column("busy", "busy", "{:.0%}".format), Column("kernels at once while busy", "at_once", digits(1)),
-        Column("streams", "streams", str),
-    ),
     **dict.fromkeys(
         [*BASELINES, *CURVES],
         (
             Column("chosen", "chosen", str), Column("steps or rounds", "steps.steps", str),
             Column("accuracy", "steps.mean", digits(1, 100)), Column("standard deviation", "steps.std", digits(1, 100)),
             Column("hours", "hours", digits(2)),
-        ),
-    ),
-    **dict.fromkeys(
-        decisions.FINDINGS,
-        (
-            Column("bits equal", "equal", str), Column("ms a round", "seconds", digits(1, 1e3)),
-            Column("first round, s", "first", digits(1)), Column("busy", "busy", "{:.0%}".format),
-            Column("kernels at once while busy", "at_once", digits(1)), Column("streams", "streams", str),
-            Column("replays a round", "replays", digits(1)),
-            Column("µs of the host a replay", "replay_seconds", digits(1, 1e6)),
-            Column("peak memory", "peak_mib", "{:.0f} MiB".format),
         ),
     ),
     "ncu": (Column("duration", "duration", str), *(Column(name, f"metrics.{name}", str) for name in METRICS.values())),
@@ -183,7 +163,7 @@ def _cases(record: Record) -> Iterator[str]:
 def _kernels(record: Record) -> Iterator[str]:
     for layout in LAYOUTS:
         yield _ops([case for case in record["cases"] if case.get("layout") == layout], layout)
-    yield from _cases({**record, "cases": [case for case in record["cases"] if case["part"] in ("steps", "host")]})
+    yield from _cases({**record, "cases": [case for case in record["cases"] if case["part"] == "steps"]})
 
 
 def _ops(cases: Sequence[Record], layout: str, times: bool = True) -> str:
@@ -232,8 +212,6 @@ def short(record: Record) -> str:
         parts = list(evidence_tables(cases))
     elif name == "ncu":
         parts = list(_cases(record))
-    elif name == "decide":
-        parts = [decisions.table(record).markdown()]
     elif name == "kernels":
         ops = [{**case, "rows": [row for row in case["rows"] if row["name"] == "native"]} for case in cases]
         ops = [case for case in ops if case.get("layout") == "scattered" and not case["size"].startswith("cut")]

@@ -7,7 +7,7 @@ from importlib.metadata import PackageNotFoundError, version
 DISTRIBUTION = "fused-sam"  # the import is `fastsam`
 # By module, the extra that brings it.
 EXTRAS = {
-    **dict.fromkeys(("markdown_it", "matplotlib", "PIL", "rich", "sklearn", "tomli"), "lab"),
+    **dict.fromkeys(("matplotlib", "PIL", "rich", "sklearn", "tomli"), "lab"),
     "dp_accounting": "privacy",
     "shtab": "completion",
     "triton": "triton",

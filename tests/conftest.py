@@ -36,10 +36,6 @@ def pytest_configure(config: pytest.Config) -> None:
         torch.set_num_threads(max(1, torch.get_num_threads() // workers))
 
 
-def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--shard", metavar="K/N", help="only the K-th of N parts of the selected tests, whole files each")
-
-
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
     """Among several workers, a test that is marked `alone` waits until the others' tests have ended, and they wait for
@@ -73,14 +69,8 @@ def pytest_itemcollected(item: pytest.Item) -> None:
 
 
 @pytest.hookimpl(trylast=True)
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Keep the tests of a shard. Skip tests that are marked `gpu`, with the reason, if there is no GPU."""
-    if shard := config.getoption("--shard"):
-        number, count = map(int, shard.split("/"))
-        files = sorted({item.path for item in items})
-        files_of_shard = set(files[number - 1 :: count])
-        config.hook.pytest_deselected(items=[item for item in items if item.path not in files_of_shard])
-        items[:] = [item for item in items if item.path in files_of_shard]
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip tests that are marked `gpu`, with the reason, if there is no GPU."""
     if torch.cuda.is_available():
         return
     for item in items:

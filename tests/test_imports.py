@@ -76,7 +76,7 @@ EXECUTOR_NAMES = frozenset({"sequential", "threads", "streams", "graph", "vmap"}
 # imported inside the function that needs them
 HEAVY = frozenset(
     {
-        *("matplotlib", "markdown_it", "PIL", "sklearn", "triton", "pandas", "scipy", "rich"),
+        *("matplotlib", "PIL", "sklearn", "triton", "pandas", "scipy", "rich"),
         *("lightning", "transformers", "accelerate", "tensorboard", "wandb", "mlflow", "dp_accounting"),
     }
 )

@@ -128,48 +128,25 @@ TIME, ROUNDS = ("time: less is better", "rounds of FedAvg per second: more is be
 PERCENT = "test accuracy in percent: more is better"
 
 
-def bar_panel(bars: Callable[[], Bars], title: str, unit: str) -> Panel:
-    """Return a panel of bars. The second line of its title says what they are, and which ones are better."""
-    return lambda axes: draw_bars(axes, bars(), f"{title},\n{unit}")
-
-
-def step_panels() -> dict[str, Panel]:
-    """Return the panels of steps on a CPU by file."""
-    return {
-        "step.svg": bar_panel(speeds.step_bars, "Optimizer part of a SAM step, one thread", TIME),
-        "whole-step.svg": bar_panel(speeds.whole_bars, "Whole training step with SAM, one thread", TIME),
-    }
-
-
-def round_panels() -> dict[str, Panel]:
-    """Return the panels of federated rounds on a CPU by file: the race, and the title."""
-    sizes_of_two = speeds.first_sizes(2)
-    races = {
-        "rounds-unequal.svg": (1, speeds.UNEQUAL, "Unequal clients, one core"),
-        "rounds-two-cores.svg": (2, sizes_of_two, f"{sizes_of_two.capitalize()}, two cores"),
-        "rounds-digits.svg": (1, speeds.DIGITS, "Digits with alpha 0.3, one core"),
-        "rounds-equal.svg": (1, speeds.EQUAL, "Equal clients, one core"),
+def bar_panels() -> dict[str, Panel]:
+    """Return the panels of bars by file. The second line of a title says what they are, and which ones are better."""
+    gpu, two = speeds.gpu_name(), speeds.first_sizes(2)
+    table: dict[str, tuple[Callable[[], Bars], str, str]] = {
+        "step": (speeds.step_bars, "Optimizer part of a SAM step, one thread", TIME),
+        "whole-step": (speeds.whole_bars, "Whole training step with SAM, one thread", TIME),
+        "rounds-unequal": (partial(speeds.round_bars, 1, speeds.UNEQUAL), "Unequal clients, one core", ROUNDS),
+        "rounds-two-cores": (partial(speeds.round_bars, 2, two), f"{two.capitalize()}, two cores", ROUNDS),
+        "rounds-digits": (partial(speeds.round_bars, 1, speeds.DIGITS), "Digits with alpha 0.3, one core", ROUNDS),
+        "rounds-equal": (partial(speeds.round_bars, 1, speeds.EQUAL), "Equal clients, one core", ROUNDS),
+        "gpu-step": (partial(speeds.gpu_step_bars, "eager"), f"{gpu}: optimizer part of a SAM step", TIME),
+        "gpu-captured": (partial(speeds.gpu_step_bars, "replayed"), f"{gpu}: SAM step in a CUDA graph", TIME),
+        "gpu-rounds": (speeds.gpu_round_bars, gpu, ROUNDS),
+        "accuracy": (speeds.accuracy_bars, "MNIST-1D, mean of eight seeds", PERCENT),
     }
     return {
-        name: bar_panel(partial(speeds.round_bars, num_cores, sizes), title, ROUNDS)
-        for name, (num_cores, sizes, title) in races.items()
+        f"{name}.svg": lambda axes, b=bars, t=f"{title},\n{unit}": draw_bars(axes, b(), t)
+        for name, (bars, title, unit) in table.items()
     }
-
-
-def gpu_panels() -> dict[str, Panel]:
-    """Return the panels of a GPU by file."""
-    gpu = speeds.gpu_name()
-    eager, captured = (partial(speeds.gpu_step_bars, clock) for clock in ("eager", "replayed"))
-    return {
-        "gpu-step.svg": bar_panel(eager, f"{gpu}: optimizer part of a SAM step", TIME),
-        "gpu-captured.svg": bar_panel(captured, f"{gpu}: SAM step in a CUDA graph", TIME),
-        "gpu-rounds.svg": bar_panel(speeds.gpu_round_bars, gpu, ROUNDS),
-    }
-
-
-def accuracy_panels() -> dict[str, Panel]:
-    """Return the panel of accuracy by file."""
-    return {"accuracy.svg": bar_panel(speeds.accuracy_bars, "MNIST-1D, mean of eight seeds", PERCENT)}
 
 
 def variants_panels() -> dict[str, Panel]:
@@ -184,11 +161,9 @@ def surface_panels() -> dict[str, Panel]:
     """Return a panel for each trained model by file."""
     grids = json.loads((ROOT / SURFACES).read_text())
     values = [value for grid in grids.values() for row in grid for value in row]
-    low, high = (min(values), max(values))
+    limits = min(values), max(values)
     return {
-        f"surfaces-{name.partition(',')[0].lower()}.svg": lambda axes, n=name, g=grid: draw_surface(
-            axes, g, n, low, high
-        )
+        f"surfaces-{name.partition(',')[0].lower()}.svg": lambda axes, n=name, g=grid: draw_surface(axes, g, n, *limits)
         for name, grid in grids.items()
     }
 
@@ -206,7 +181,7 @@ def write(path: Path, panel: Panel, height: float = PHONE) -> None:
 def main(folder: Path = FOLDER) -> None:
     """Write every picture into `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
-    for name, panel in (step_panels() | round_panels() | gpu_panels() | accuracy_panels() | variants_panels()).items():
+    for name, panel in (bar_panels() | variants_panels()).items():
         write(folder / name, panel, height=4.4)
     for name, panel in surface_panels().items():
         write(folder / name, panel)

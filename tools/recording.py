@@ -18,6 +18,7 @@ import subprocess
 import sys
 import tempfile
 import termios
+from contextlib import suppress
 from pathlib import Path
 
 from rich.console import Console
@@ -58,25 +59,17 @@ def record(command: str, folder: Path) -> bytes:
     fcntl.ioctl(program_side, termios.TIOCSWINSZ, struct.pack("HHHH", ROWS, COLUMNS, 0, 0))
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     environment = {"PATH": path, "HOME": os.environ.get("HOME", "/"), "TERM": "xterm-256color"}
-    words = shlex.split(command)
-    process = subprocess.Popen(
-        words, cwd=folder, env=environment, stdin=program_side, stdout=program_side, stderr=program_side
-    )
+    words, pipes = shlex.split(command), dict.fromkeys(("stdin", "stdout", "stderr"), program_side)
+    process = subprocess.Popen(words, cwd=folder, env=environment, **pipes)
     os.close(program_side)
-    output = io.BytesIO()
-    while data := _read(terminal):
-        output.write(data)
+    output = b""
+    with suppress(OSError):  # so Linux tells that the program has closed its side
+        while data := os.read(terminal, 65536):
+            output += data
     os.close(terminal)
     if process.wait():
-        raise subprocess.CalledProcessError(process.returncode, words, output.getvalue())
-    return output.getvalue()
-
-
-def _read(terminal: int) -> bytes:
-    try:
-        return os.read(terminal, 65536)
-    except OSError:  # so Linux tells that the program has closed its side
-        return b""
+        raise subprocess.CalledProcessError(process.returncode, words, output)
+    return output
 
 
 def screen(output: bytes) -> list[str]:
@@ -103,10 +96,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         (Path(name) / CONFIG).parent.mkdir()
         shutil.copy(ROOT / CONFIG, Path(name) / CONFIG)
-        lines = screen(record(COMMAND, Path(name)))
-    while lines and not lines[-1]:
-        lines.pop()
-    FILE.write_text(draw(COMMAND, lines))
+        FILE.write_text(draw(COMMAND, screen(record(COMMAND, Path(name).resolve()).rstrip())))
 
 
 if __name__ == "__main__":

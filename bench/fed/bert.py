@@ -47,7 +47,7 @@ def make_model(workload: Workload) -> nn.Module:
     )  # fmt: skip
     lora = LoraConfig(task_type="SEQ_CLS", r=RANK, target_modules=["query", "value"])
     model: nn.Module = get_peft_model(BertForSequenceClassification(config), lora)
-    return model
+    return model.to(workload.device)
 
 
 def clients(workload: Workload) -> list[Batch]:
@@ -62,7 +62,7 @@ def clients(workload: Workload) -> list[Batch]:
         words = np.where(draws.random((n, length)) < 0.5, of_class, draws.integers(1, VOCABULARY, size=(n, length)))
         mask = np.arange(length) < draws.integers(4, length + 1, size=(n, 1))
         arrays = {"input_ids": words * mask, "attention_mask": mask.astype(np.int64), "labels": y}
-        result.append({name: torch.from_numpy(array) for name, array in arrays.items()})
+        result.append({name: torch.from_numpy(array).to(workload.device) for name, array in arrays.items()})
     return result
 
 
@@ -76,7 +76,7 @@ def train(workload: Workload, rounds: int, tick: Callable[[], None], option: str
     algorithm, batch_size = fed.algorithms.registry[workload.algorithm](), shape(workload)[0]
     return fed.run(
         model, data, algorithm, rounds=rounds, batch_size=batch_size, loss=LOSS, optimizer="AdamW", lr=LR,
-        participation=workload.cohort / workload.clients, sampler="fixed", eval_every=rounds,
+        participation=workload.cohort / workload.clients, sampler="fixed", eval_every=rounds, slots=workload.slots,
         progress=lambda record: tick(), executor=option.removeprefix("plain-"),
     ).model  # fmt: skip
 

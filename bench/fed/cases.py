@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from bench.case import Case, Options
-from bench.fed import cores, on_gpu, overhead, share
+from bench.fed import cores, on_gpu, overhead
 from bench.fed.peers import WITH_SAM
 from bench.fed.race import Entry, race
 from bench.fed.worker import APART
@@ -54,7 +54,7 @@ def all_of(options: Options) -> Iterator[Case]:
         for name in on_gpu.jobs(options.device):
             yield Case("gpu", name, (), partial(on_gpu.run, name, options.device), takes_seconds=True)
         return
-    for part in (speed, transformers, overheads, growth, ranks, loop_share):
+    for part in (speed, transformers, overheads, growth, ranks):
         yield from part(options)
 
 
@@ -174,10 +174,3 @@ def ranks(options: Options) -> Iterator[Case]:
     entries = [Entry("1 rank", "ours:sequential", load), Entry("2 ranks", "ours:sequential", load, ranks=2, cores=BOTH)]
     entries += [Entry("2 runs apart, half the clients each", f"ours:sequential:{APART}", half, ranks=2, cores=BOTH)]
     yield from _race(options, "ranks", "CNN, ranks", entries, options.number(CHUNKS, 3), ROUNDS["cnn"])
-
-
-def loop_share(options: Options) -> Iterator[Case]:
-    """Yield the loop's share of a CNN round."""
-    rounds, name = options.number(10, 2), "fastsam, sequential"
-    measure = partial(share.measure, Workload("cnn"), rounds)
-    yield Case("share", "CNN, the loop's own time", [name], lambda: {"rows": [{"name": name, **measure()}]})

@@ -1,20 +1,16 @@
-"""Federated rounds on one GPU: executors by number of clients, FedLESAM's Table 8 setting, how busy a round keeps the
-device, and where client states live.
+"""Federated rounds on one GPU: small models by number of clients, FedLESAM's Table 8 setting, and a small BERT.
 
-Each executor and model is a process (a job), so that a failed capture or an error that stays with the device costs one
+Each contender and model is a process (a job), so that a failed capture or an error that stays with the device costs one
 row. The process prints each result as it is measured, and names the results that it has no time for. All times are of
 steady rounds (bench/fed/steady.py).
 """
 
 import importlib.util
-import json
 import sys
-import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,21 +22,17 @@ from bench.fed.steady import MAX_ROUNDS, Figures, Tick
 from bench.fed.workload import BATCH, LR, Workload
 from fastsam import fed
 from fastsam.fed import models
-from fastsam.fed.executors import rowprograms
 from fastsam.fed.loop.determinism import repeatable
 
 TABLE8 = ("fedlesam", "fedavg", "fedsam", "mofedsam", "fedgamma", "fedsmoo", "fedlesam-s", "fedlesam-d")
 CLIENTS = (100, 20, 8)
-TRACED = 20  # clients: a hundred make a trace that takes longer to read than to make
 STREAMS = 31  # torch deals out 32 in turn, and more slots would share streams
-WITHOUT_ROW_PROGRAMS = "vmap, without row programs"
-STATE_WIDTHS = (32, 4096, 32768)  # width of an MLP: 2 thousand, 300 thousand and 2 million parameters
 CONNECTIONS = {"CUDA_DEVICE_MAX_CONNECTIONS": "32"}  # a queue of the device for each stream
-JAX = "jax"
+BARE, JAX = "bare loop", "jax"
+TEXTS = "bert:16x32"  # 16 texts in a batch, of up to 32 words
 MEMORY = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}  # JAX would take most of the device's memory, and torch has some
 TO_START = 10.0  # s that a process takes to import torch and to prepare the device
 SHARE = 3  # a measurement may take so many times the average share of its job's time
-TRACED_ROUNDS = 3  # rounds under the profiler
 
 # Part and title of a case, the executor, the place on the axis, and the measurement, which takes its limit in seconds.
 Item = tuple[str, str, str, Any, Callable[[float], Figures]]
@@ -65,35 +57,19 @@ def run(name: str, device: str, seconds: float) -> Iterator[dict[str, Any]]:
 
 def by_clients(device: str, model: str, executor: str) -> Iterator[Item]:
     """Yield a round of n clients by one executor, by the bare loop with deterministic settings, or by JAX."""
-    if executor == WITHOUT_ROW_PROGRAMS:
-        rowprograms.maker = lambda setup: None  # type: ignore[assignment]
     for n, algorithm in product(CLIENTS, ("fedavg", "fedsam")):
         load = Workload(model, algorithm, clients=n, cohort=n, device=device)
-        train: Loop = partial(train_load, load, **executor_options(executor.split(",")[0], n))
+        train: Loop = partial(train_load, load, **executor_options(executor, n))
         if executor in OTHERS:
             train = partial(OTHERS[executor], load)
         yield "gpu", f"{model.upper()}, {algorithm}, by clients", executor, n, partial(time_rounds, device, train)
-
-
-def client_states(device: str, location: str) -> Iterator[Item]:
-    """Yield a round of 100 clients of SCAFFOLD with their states on the device or in host memory, by model size.
-
-    A client has one batch, the least work that can hide the copies of its state.
-    """
-    options = {"executor": "streams" if device == "cuda" else "sequential", "client_state": location}
-    for width in STATE_WIDTHS:
-        load = Workload(f"mlp:{width}", clients=100, device=device)
-        model, data = load.make_model(), [(x[:BATCH], y[:BATCH]) for x, y in load.tensors()]
-        size = sum(p.numel() for p in model.parameters())
-        work = partial(time_rounds, device, partial(train_model, model, data, "scaffold", **options))
-        yield "gpu", "SCAFFOLD, states of 100 clients by parameters", location, size, work
 
 
 def table8(device: str, executor: str) -> Iterator[Item]:
     """Yield one of five local epochs of ResNet-18-GN on 10 of 100 clients with 500 random images of 32x32, batch 50."""
     model = models.build("resnet18_gn", (3, 32, 32), 10, 0).to(device)
     data, title = table8_data(device), "ResNet-18-GN, one local epoch of five"
-    if executor == "bare loop":
+    if executor == BARE:
         work = partial(time_rounds, device, partial(_train_bare_epochs, model, data[:10]))
         yield "gpu", title, executor, "fedavg", work
         return
@@ -103,33 +79,38 @@ def table8(device: str, executor: str) -> Iterator[Item]:
         yield "gpu", title, executor, algorithm, partial(time_rounds, device, train)
 
 
-def table8_data(device: str, clients: int = 100, samples: int = 500) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Return random images of 32x32 and labels of ten classes for each client. Some images belong to several."""
+def transformers(device: str, executor: str) -> Iterator[Item]:
+    """Yield a round of 20 clients with a small BERT with adapters (bench/fed/bert.py)."""
+    from bench.fed import bert
+
+    n, option = 20, "bare" if executor == BARE else executor
+    load = Workload(TEXTS, clients=n, cohort=n, device=device, slots=executor_options(executor, n).get("slots"))
+
+    def train(tick: Tick) -> None:
+        with repeatable(torch.device(device)):
+            bert.train(load, MAX_ROUNDS, tick, option)
+
+    yield "gpu", "BERT with LoRA, fedavg", executor, n, partial(time_rounds, device, train)
+
+
+def table8_data(device: str) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Return random images and labels of ten classes for each client. Some images belong to several."""
     generator = torch.Generator().manual_seed(0)
-    images = torch.randn(10 * samples, 3, 32, 32, generator=generator).to(device)
-    labels = torch.randint(10, (10 * samples,), generator=generator).to(device)
-    starts = [i % 90 * samples // 10 for i in range(clients)]
-    return [(images[start : start + samples], labels[start : start + samples]) for start in starts]
-
-
-def busy(device: str, executor: str) -> Iterator[Item]:
-    """Yield what a round of small CNNs keeps the device busy with, under the profiler: see `occupation`."""
-    title = f"A round of {TRACED} small CNNs under the profiler"
-    load = Workload("cnn", clients=TRACED, cohort=TRACED, device=device)
-    train = partial(train_load, load, **executor_options(executor, TRACED))
-    yield "busy", title, executor, TRACED, partial(profile, device, train)
+    images = torch.randn(5000, 3, 32, 32, generator=generator).to(device)
+    labels = torch.randint(10, (5000,), generator=generator).to(device)
+    return [(images[start : start + 500], labels[start : start + 500]) for start in (i % 90 * 50 for i in range(100))]
 
 
 def jobs(device: str) -> dict[str, Callable[[], Iterator[Item]]]:
     """Return what each process measures."""
     executors = ("sequential", "streams", "graph", "vmap") if device == "cuda" else ("sequential", "threads", "vmap")
     others = [name for name in OTHERS if name != JAX or importlib.util.find_spec("jax")]
-    pairs = list(product(("cnn", "mlp"), (*others, *executors, "auto")))
-    pairs += product(("mlp:200", "mlp:1024"), ("vmap", WITHOUT_ROW_PROGRAMS))
+    pairs = product(("cnn", "mlp"), (*others, *executors, "auto"))
     table: dict[str, Callable[[], Iterator[Item]]] = {f"{m} {e}": partial(by_clients, device, m, e) for m, e in pairs}
-    table |= {f"table 8 {e}": partial(table8, device, e) for e in ("bare loop", *executors)}
-    table |= {f"busy {e}": partial(busy, device, e) for e in executors}
-    return table | {f"states {location}": partial(client_states, device, location) for location in ("device", "host")}
+    table |= {f"table 8 {e}": partial(table8, device, e) for e in (BARE, *executors)}
+    if all(map(importlib.util.find_spec, ("transformers", "peft"))):
+        table |= {f"transformers {e}": partial(transformers, device, e) for e in (BARE, *executors)}
+    return table
 
 
 def measure(items: Iterator[Item], end: float) -> Iterator[dict[str, Any]]:
@@ -199,7 +180,7 @@ def _train_jax(load: Workload, tick: Tick) -> None:
     jax_round.train(load, MAX_ROUNDS, tick, "")
 
 
-OTHERS: dict[str, Callable[[Workload, Tick], None]] = {"bare loop": _train_bare, JAX: _train_jax}
+OTHERS: dict[str, Callable[[Workload, Tick], None]] = {BARE: _train_bare, JAX: _train_jax}
 
 
 def _train_bare_epochs(model: nn.Module, data: Sequence[Any], tick: Tick) -> None:
@@ -218,42 +199,6 @@ def _train_bare_epochs(model: nn.Module, data: Sequence[Any], tick: Tick) -> Non
 def time_rounds(device: str, train: Loop, seconds: float) -> Figures:
     """Return the times of steady rounds."""
     return steady.measure(device, train, seconds).figures()
-
-
-def profile(device: str, train: Loop, seconds: float, rounds: int = TRACED_ROUNDS) -> Figures:
-    """Return what steady rounds keep the device busy with; see `occupation`. Their times are of the profiler too."""
-    activity = torch.profiler.ProfilerActivity
-    activities = [activity.CUDA if device == "cuda" else activity.CPU]
-    window = partial(torch.profiler.profile, activities=activities)
-    steady_rounds = steady.measure(device, train, seconds, rounds=rounds, window=window)
-    figures = steady_rounds.figures()
-    if "absent" in figures:
-        return figures
-    assert steady_rounds.context is not None
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "trace.json"
-        steady_rounds.context.export_chrome_trace(str(path))
-        events = json.loads(path.read_text())["traceEvents"]
-    return figures | occupation([e for e in events if e.get("cat") == "kernel"])
-
-
-def occupation(kernels: Sequence[Mapping[str, Any]]) -> Figures:
-    """Return how kernels, events of a Chrome trace, occupy a device.
-
-    busy: the fraction of the time from the first kernel to the last in which some kernel runs. at_once: how many run,
-    on average over that fraction. streams: on how many.
-    """
-    spans = sorted((e["ts"], e["ts"] + e["dur"]) for e in kernels)
-    if not spans:
-        return {"kernels": 0, "streams": 0, "busy": 0.0, "at_once": 0.0}
-    busy_time, end = 0.0, spans[0][0]
-    for begin, ends in spans:
-        busy_time += max(0.0, ends - max(begin, end))
-        end = max(end, ends)
-    return {
-        "kernels": len(spans), "streams": len({e["args"]["stream"] for e in kernels}),
-        "busy": busy_time / (end - spans[0][0]), "at_once": sum(e - b for b, e in spans) / busy_time,
-    }  # fmt: skip
 
 
 if __name__ == "__main__":

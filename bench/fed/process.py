@@ -9,7 +9,6 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
-from bench import ROOT
 from bench.fed import cores
 
 PATIENCE, FAREWELL = 600.0, 20.0  # seconds for one answer, and for an end after the last
@@ -28,7 +27,6 @@ class Process:
     Args:
         command: the program and its arguments.
         environment: variables in addition to the variables of this process.
-        folder: working directory, from which `python -m` imports (default: the repository's root).
         num_cores: number of cores that it and its descendants may use (default: all of this process).
 
     Attributes:
@@ -36,13 +34,12 @@ class Process:
     """
 
     def __init__(
-        self, command: Sequence[str], environment: Mapping[str, str], folder: str | os.PathLike[str] = ROOT,
-        num_cores: int | None = None,
+        self, command: Sequence[str], environment: Mapping[str, str], num_cores: int | None = None
     ) -> None:  # fmt: skip
         self.log = tempfile.TemporaryFile("w+")  # noqa: SIM115 - a pipe without a reader would fill
         pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": self.log, "text": True}
         with cores.restrict(num_cores):
-            self.process = subprocess.Popen(command, cwd=folder, env=os.environ | environment, **pipes)
+            self.process = subprocess.Popen(command, env=os.environ | environment, **pipes)
         self.use = cores.Use(self.process.pid)
 
     def answer(self, patience: float | None = None) -> Any:

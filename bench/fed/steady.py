@@ -13,7 +13,7 @@ import math
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from statistics import median
 from typing import Any
 from unittest import mock
@@ -44,28 +44,24 @@ class SteadyRounds:
         seconds (float): time after which the loop ends without all rounds.
         rounds (int): number of times to store.
         dropped (int): number of rounds before the first time.
-        window: function that makes a context, in which the steady rounds run.
         clock: function that returns seconds.
         slow_passes: counter of passes that are not replayed.
 
     Attributes:
         times: seconds of each steady round.
-        context: value that the last window yielded.
     """
 
     def __init__(
         self, device: str | torch.device, num_preparations: Callable[[], int], seconds: float = math.inf,
-        rounds: int = ROUNDS, dropped: int = DROPPED,
-        window: Callable[[], AbstractContextManager[Any]] = nullcontext, clock: Callable[[], float] = time.perf_counter,
+        rounds: int = ROUNDS, dropped: int = DROPPED, clock: Callable[[], float] = time.perf_counter,
         slow_passes: "SlowPasses | None" = None,
     ) -> None:  # fmt: skip
         self.device, self.num_preparations, self.seconds = torch.device(device), num_preparations, seconds
-        self.rounds, self.dropped, self.window, self.clock = rounds, dropped, window, clock
-        self.times, self.context, self.num_rounds, self.last_preparation = list[float](), None, 0, 0
+        self.rounds, self.dropped, self.clock = rounds, dropped, clock
+        self.times, self.num_rounds, self.last_preparation = list[float](), 0, 0
         self.first: float | None = None
         self.slow_passes = slow_passes or SlowPasses()
-        self._num_slow = 0  # at the beginning of the window
-        self._stack: ExitStack | None = None  # exit of the open window
+        self._is_steady, self._num_slow = False, 0  # number of slow passes before the first steady round
         self._num_known = num_preparations()
         self._since = self._start = clock()
 
@@ -76,27 +72,20 @@ class SteadyRounds:
         self.first = now - self._start if self.first is None else self.first
         if (number := self.num_preparations()) != self._num_known:
             self._num_known, self.last_preparation = number, self.num_rounds
-            self.close()
+            self._is_steady = False
             self.times.clear()
-        elif self._stack is not None:
+        elif self._is_steady:
             self.times.append(now - self._since)
         if len(self.times) == self.rounds or now - self._start > self.seconds:
             raise Enough
-        if self._stack is None and self.num_rounds >= self.dropped:
-            self._stack, self._num_slow = ExitStack(), self.slow_passes.count
-            self.context = self._stack.enter_context(self.window())
+        if not self._is_steady and self.num_rounds >= self.dropped:
+            self._is_steady, self._num_slow = True, self.slow_passes.count
         self._since = self._now()
 
     def _now(self) -> float:
         if self.device.type == "cuda":
             torch.cuda.synchronize()
         return self.clock()
-
-    def close(self) -> None:
-        """Close the window, if it is open."""
-        if self._stack is not None:
-            self._stack.close()
-            self._stack = None
 
     def figures(self) -> Figures:
         """Return the time of each steady round, their median, and the seconds of the first round. See `figures_of`.
@@ -164,11 +153,8 @@ def measure(device: str | torch.device, train: Callable[[Tick], Any], seconds: f
     slow_passes = SlowPasses()
     with count_preparations() as num_preparations, slow_passes.counting():
         rounds = SteadyRounds(device, num_preparations, seconds, slow_passes=slow_passes, **options)
-        try:
-            with suppress(Enough):
-                train(rounds)
-        finally:
-            rounds.close()
+        with suppress(Enough):
+            train(rounds)
     return rounds
 
 

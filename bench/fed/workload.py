@@ -25,12 +25,11 @@ def mlp(width: int = 32) -> nn.Module:
     return nn.Sequential(nn.Linear(64, width), nn.ReLU(), nn.Linear(width, CLASSES))
 
 
-def cnn(width: int = 1) -> nn.Module:
-    """Return a CNN for 28x28x1; 225,034 parameters. `width` multiplies the channels and neurons of the layers."""
+def cnn() -> nn.Module:
+    """Return a CNN for 28x28x1; 225,034 parameters."""
     return nn.Sequential(
-        nn.Conv2d(1, 32 * width, 3), nn.ReLU(), nn.MaxPool2d(2),
-        nn.Conv2d(32 * width, 64 * width, 3), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(),
-        nn.Linear(1600 * width, 128 * width), nn.ReLU(), nn.Linear(128 * width, CLASSES),
+        nn.Conv2d(1, 32, 3), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(32, 64, 3), nn.ReLU(), nn.MaxPool2d(2),
+        nn.Flatten(), nn.Linear(1600, 128), nn.ReLU(), nn.Linear(128, CLASSES),
     )  # fmt: skip
 
 
@@ -38,7 +37,7 @@ def cnn(width: int = 1) -> nn.Module:
 class Workload:
     """A federated workload. Only our executors use `slots`, `epochs`, `lr` and `options` (pairs for `fed.run`).
 
-    `model` is "cnn", "mlp", "cnn:WIDTH" or "mlp:WIDTH"; `cohort` is the number of clients in a round. `sizes` is
+    `model` is "cnn", "mlp" or "mlp:WIDTH"; `cohort` is the number of clients in a round. `sizes` is
     "equal", "unequal" or "digits" (of an MLP). The other simulators use the CPU as `device`.
     """
 
@@ -60,8 +59,8 @@ class Workload:
     def make_model(self) -> nn.Module:
         """Return the model with the initial weights that all contenders share."""
         torch.manual_seed(0)
-        kind, _, width = self.model.partition(":")
-        return (cnn(int(width or 1)) if kind == "cnn" else mlp(int(width or 32))).to(self.device)
+        width = self.model.partition(":")[2]
+        return (cnn() if self.model == "cnn" else mlp(int(width or 32))).to(self.device)
 
     def data(self) -> list[tuple[np.ndarray, np.ndarray]]:
         """Return per client float32 inputs and int64 labels: a prototype per class, and noise, or digits."""

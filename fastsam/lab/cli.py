@@ -195,7 +195,7 @@ def run(arguments: argparse.Namespace, flags: Sequence[str]) -> int:
     if not ranks.first:
         return 0
     title = title_of([finished_run], run_setup.data.name)
-    figures = files.draw_plots([finished_run], {"": run_setup.data.class_counts()}, directory, title)
+    figures = files.draw_curves([finished_run], directory, title)
     tables.short_table([finished_run], f"{title}, {len(run_setup.data)} clients", console.width).show(console)
     _say(console, {figure.path.stem: figure.path for figure in figures} | {"run directory": directory})
     return 0
@@ -230,14 +230,12 @@ def compare(arguments: argparse.Namespace, flags: Sequence[str]) -> int:
     finished_runs, errors = compare.train_all(plan, data, directory, arguments.resume, console, repeat_command)
     if not finished_runs:
         raise RuntimeError(f"no run of the comparison in {directory} was finished")
-    data_sets = compare.by_swept_data(plan, data)
-    title = title_of(finished_runs, ", ".join(dict.fromkeys(data_set.name for data_set in data_sets.values())))
+    title = title_of(finished_runs, ", ".join(dict.fromkeys(data_set.name for data_set in data.values())))
     facts = compare.facts(plan, data) | {f"failed: {name}": text for name, text in errors.items()}
     points = arguments.surface
     grids = {} if points is None else compare.surfaces(plan, data, finished_runs, points, directory)
-    counts = {name: data_set.class_counts() for name, data_set in data_sets.items()}
-    figures = files.write_comparison(finished_runs, directory, title, facts, repeat_command, counts, grids)
-    clients = " or ".join(dict.fromkeys(str(len(data_set)) for data_set in data_sets.values()))
+    figures = files.write_comparison(finished_runs, directory, title, facts, repeat_command, grids)
+    clients = " or ".join(dict.fromkeys(str(len(data_set)) for data_set in data.values()))
     tables.short_table(finished_runs, f"{title}, {clients} clients", console.width).show(console)
     for sentence in tables.sentences(finished_runs):
         console.print(sentence, soft_wrap=not console.is_terminal)  # only a terminal is not searched line by line

@@ -52,7 +52,7 @@ def parser() -> argparse.ArgumentParser:
         "directories", metavar="DIR", nargs="+", type=Path, help="a run directory, or a folder with several below it"
     )
     plots.add_argument(
-        "--out", type=Path, metavar="DIR", help="where curves.png goes; default: the directory, if it is one"
+        "--out", type=Path, metavar="DIR", help="where the figures go; default: the directory, if it is one"
     )
     for command in (run, compare):
         command.add_argument("--print-config", action="store_true", help="print the resolved config as JSON and exit")

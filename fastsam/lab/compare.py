@@ -24,7 +24,7 @@ from fastsam.lab import experiment
 from fastsam.lab.config import ConfigError, ConfigSource, resolve
 from fastsam.lab.experiment import Experiment
 from fastsam.lab.plots.curves import value_text
-from fastsam.lab.report.finished import FinishedRun, by_label, panel_name, spelled
+from fastsam.lab.report.finished import FinishedRun, by_label, spelled
 from fastsam.lab.report.surface import loss_surface
 from fastsam.lab.run_config import DATA_KEYS, RunConfig, short_name
 from fastsam.lab.sweep import Axis, check_directories, check_taken, combinations, parse_axis, with_values
@@ -198,10 +198,10 @@ def check_directory(plan: Plan, directory: Path, resume: bool) -> None:
     """
     if is_new(directory, resume):
         return
-    if "compare" not in _config_of(directory):
+    if "compare" not in config_of(directory):
         raise RunDirectoryError(f"{directory} is not the directory of a comparison; choose another --run-dir")
     for run in plan.runs:
-        new_record, old_record = run.config.record(), _config_of(directory / run.directory)
+        new_record, old_record = run.config.record(), config_of(directory / run.directory)
         if new_record["lr"] is None:  # an imported optimizer's rate is known in the run, which compares it
             old_record.pop("lr", None)
         for key in sorted(new_record.keys() | old_record.keys() if old_record else ()):
@@ -223,7 +223,7 @@ def is_new(directory: Path, resume: bool) -> bool:
     return False
 
 
-def _config_of(directory: Path) -> dict[str, Any]:
+def config_of(directory: Path) -> dict[str, Any]:
     """Return the config.json of a directory, or an empty dict if it cannot be read."""
     try:
         content = read_json(directory / "config.json")
@@ -238,16 +238,9 @@ def write_record(plan: Plan, directory: Path) -> None:
     write_json(directory / "config.json", plan.record())
 
 
-def by_swept_data(plan: Plan, data: Data) -> dict[str, FederatedData]:
-    """Return the data sets of a comparison by the swept values of data keys, e.g. "alpha = 0.1".
-
-    The name is "" if no data key was swept.
-    """
-    return {_swept_data(run): data[data_key(run.config)] for run in plan.runs}
-
-
 def _swept_data(run: PlannedRun) -> str:
-    return panel_name({key: value for key, value in run.point if key in DATA_KEYS})
+    """Return the swept values of a run's data, e.g. "alpha = 0.1", or "" if no key of the data was swept."""
+    return ", ".join(f"{key} = {value_text(value)}" for key, value in run.point if key in DATA_KEYS)
 
 
 def facts(plan: Plan, data: Data) -> dict[str, Any]:

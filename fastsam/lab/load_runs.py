@@ -11,7 +11,7 @@ from typing import Any
 
 from fastsam.fed.common.atomic_files import make_directory, read_bytes, read_json
 from fastsam.lab.report.document import Figure
-from fastsam.lab.report.files import BY_ROUND, draw_plots
+from fastsam.lab.report.files import draw_curves
 from fastsam.lab.report.finished import FinishedRun
 from fastsam.lab.run_config import short_name
 
@@ -46,7 +46,7 @@ def _json(path: Path) -> dict[str, Any]:
 
 
 def draw(directories: Sequence[Path], out: Path | None) -> list[Figure]:
-    """Draw curves.png of all runs of the directories, and measures.png and metrics.png if anything was measured.
+    """Draw curves.png of all runs of the directories, and curve-KEY.png of each measure and metric.
 
     Each figure is also saved as SVG and PDF. Raises ValueError if a directory has no run, or there are several
     directories and no `out`.
@@ -66,7 +66,7 @@ def draw(directories: Sequence[Path], out: Path | None) -> list[Figure]:
     folder = directories[0] if out is None else out
     make_directory(folder, "choose another --out")
     title = ", ".join(directory.resolve().name for directory in directories)
-    return draw_plots(runs, {}, folder, title, BY_ROUND)
+    return draw_curves(runs, folder, title)
 
 
 def _rename(run: FinishedRun, directory: str, runs: int) -> FinishedRun:

@@ -16,7 +16,7 @@ import torch
 
 from bench import ROOT
 from bench import __main__ as command
-from bench.fed import cases, cores, overhead, peers, process, share
+from bench.fed import cases, cores, overhead, peers, process
 from bench.fed.bare import Flat, Tensors
 from bench.fed.race import Entry, race
 from bench.fed.worker import Chunks
@@ -266,16 +266,6 @@ def test_both_bare_loops_take_the_same_steps(sharp: bool) -> None:
         for _ in range(3):
             plain.step(x, y)
         assert not torch.allclose(ends[0], torch.cat([p.detach().flatten() for p in model.parameters()]), atol=1e-5)
-
-
-# ---- what a round consists of
-
-
-def test_the_loops_own_share_is_what_is_outside_passes_and_kernels() -> None:
-    functions = [getattr(owner, name) for owner, name in share.INSIDE]
-    shares = share.measure(Workload("mlp", clients=4, cohort=4), 1)
-    assert shares["seconds"] > 0 and 0 < shares["own_share"] < 1
-    assert [getattr(owner, name) for owner, name in share.INSIDE] == functions
 
 
 # ---- what an algorithm costs

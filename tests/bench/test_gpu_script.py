@@ -1,7 +1,10 @@
-"""The script of `make gpu`: parts that fail, hang or cannot run do not hide other parts."""
+"""The script of `make gpu`: parts that fail, hang or cannot run do not hide other parts. The files of build/carry."""
 
+import os
 import re
+import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -9,9 +12,8 @@ import pytest
 from pytest import CaptureFixture, MonkeyPatch
 
 from bench import __main__ as command
-from bench import gpu, ncu
+from bench import carry, gpu, ncu
 from bench import record as records
-from bench.fed import decide
 from fastsam_kernels import native
 from tests.gpu import sanitized
 from tests.helpers.places import ROOT
@@ -72,10 +74,7 @@ def test_the_real_parts() -> None:
         gpu.absent(next(part for part in gpu.PARTS if part.name == "memcheck"), {"machine": {"gpus": ["H100"]}}, "")
         != ""
     )
-    assert {part.call for part in gpu.PARTS} == {0, 1, 2, 3, gpu.DECIDE}
-    command_of_decide = next(part.command for part in gpu.PARTS if part.call == gpu.DECIDE).split()
-    options = decide.parse([{"LIMIT": "540", "OUT": "folder"}.get(word, word) for word in command_of_decide[3:]])
-    assert options.seconds == 540 and options.parts == [part.name for part in decide.PARTS]
+    assert {part.call for part in gpu.PARTS} == {0, 1, 2, 3}
     for one in (one for one in gpu.PARTS if "bench " in one.command):
         words = one.command.replace("--device cuda", "").replace("SECONDS", "1").replace("'", "").split()[3:]
         assert command.parse(words).selection, one.name
@@ -146,3 +145,53 @@ def test_without_the_library_nothing_is_profiled() -> None:
 def test_the_row_programs_under_the_sanitizers_run(monkeypatch: MonkeyPatch) -> None:
     monkeypatch.setattr(sanitized, "DEVICE", "cpu")
     sanitized.row_programs()
+
+
+# ---- what is carried
+
+
+@pytest.mark.of_each_kind
+def test_libraries_that_were_compiled_elsewhere_are_taken(tmp_path: Path, monkeypatch: MonkeyPatch) -> None:
+    source, kernels = tmp_path / "carried", tmp_path / "kernels"
+    source.mkdir(), kernels.mkdir()
+
+    gpu.take_libraries(tmp_path / "nothing was carried", kernels)
+    for folder, names in ((source, (gpu.REPORT, "lib.so", gpu.ARCHITECTURES)), (kernels, (gpu.REPORT, "lib.so"))):
+        for name in names:
+            (folder / name).write_text(f"{folder.name} 9.0")
+    gpu.take_libraries(source, kernels)
+    assert (kernels / "lib.so").read_text() == "kernels 9.0" and gpu.is_for("8.0", kernels)
+    (kernels / gpu.REPORT).unlink()
+    gpu.take_libraries(source, kernels)
+    assert (kernels / "lib.so").read_text() == "carried 9.0"
+    assert gpu.is_for("9.0", kernels) and not gpu.is_for("8.0", kernels)
+    facts = {"machine": {"gpus": ["A100"], "capability": "8.0"}, "backends": {"native/cuda": "available"}}
+    monkeypatch.setattr(gpu, "ROOT", tmp_path)
+    assert not gpu.absent(gpu.PARTS[0], facts, "")
+    facts["machine"]["capability"] = "9.0"
+    assert gpu.absent(gpu.PARTS[0], facts, "") == "the libraries are built from these sources"
+
+
+@pytest.fixture
+def exported(tmp_path: Path) -> Iterator[Path]:
+    if not (ROOT / ".git").exists():
+        pytest.skip("the sources have no history to export a commit from")
+    carry.export("HEAD", tmp_path / "against", tmp_path / "no libraries")
+    yield tmp_path / "against"
+
+
+@pytest.mark.of_each_kind
+def test_another_tree_serves_its_own_package(exported: Path) -> None:
+    """A measurement that is started in the tree, and the processes that it starts."""
+    names = "print(fastsam.__file__, fastsam_kernels.__file__, process.__file__)"
+    code = (
+        "import sys, fastsam, fastsam_kernels; from bench.fed import process\n"
+        f"code = 'import json, fastsam; print(json.dumps(fastsam.__file__))'; {names}\n"
+        "print(process.Process([sys.executable, '-c', code], {}).answer())"
+    )
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", code]
+    result = subprocess.run(command, cwd=exported, env=environment, capture_output=True, text=True, check=True)
+    places = [Path(text) for text in result.stdout.split()]
+    assert [path.is_relative_to(exported) for path in places] == [True, True, False, True]
+    assert len((exported / carry.COMMIT_FILE).read_text().strip()) == 40

@@ -13,7 +13,7 @@ from torch import Tensor
 from bench import __main__ as command
 from bench import case as cases
 from bench import contenders as bench_contenders
-from bench import correctness, launches, memory, ops, steps, whole_steps
+from bench import correctness, memory, ops, steps, whole_steps
 from bench import record as records
 from bench.contenders import (
     VARIANTS,
@@ -34,7 +34,7 @@ from bench.questions import QUESTIONS
 from bench.timing import ROTATION, Machine, interleave, intra_op_threads, ratios
 from bench.workload import KERNEL_SIZES, LR, MOMENTUM, RHO, SIZES, WEIGHT_DECAY, Gradients, Size, initial_weights
 from fastsam import SAM, backends, variants
-from fastsam_kernels import native, reference, toolchain
+from fastsam_kernels import native, reference
 from tests.helpers.bench_machine import Small
 
 TINY = Size("tiny", "tiny", ((40, 25), (40,), (), (3, 0)), steps=2, rounds=3)
@@ -386,15 +386,3 @@ def test_every_variant_is_there() -> None:
     members = (getattr(variants, name) for name in variants.__all__)
     kinds = {kind for kind in members if isinstance(kind, type) and issubclass(kind, SAM)}
     assert {type(sam) for sam, *_ in VARIANTS.values()} == kinds
-
-
-def test_host_time_of_triton_without_a_gpu() -> None:
-    """A row for each way, with unchanged and with new addresses, measured in a separate process."""
-    pytest.importorskip("triton", reason="Triton is not installed")
-    if toolchain.find_cxx() is None:
-        pytest.skip("Triton's launcher needs a C compiler")
-    case = launches.measure(3, 5, list(launches.TITLES))
-    assert [row["name"] for row in case["rows"]] == list(launches.TITLES)
-    for row in case["rows"]:
-        assert set(row["host_seconds"]) == set(launches.KINDS)
-        assert all(0 < seconds < 1 for seconds in row["host_seconds"].values()), row

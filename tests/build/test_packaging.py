@@ -65,7 +65,7 @@ def test_the_distribution_has_one_name_and_needs_what_importing_it_needs() -> No
 
 WITHOUT_EXTRAS = """
 import sys
-for name in ("rich", "matplotlib", "markdown_it", "PIL", "sklearn"):
+for name in ("rich", "matplotlib", "PIL", "sklearn"):
     sys.modules[name] = None
 import torch
 import fastsam

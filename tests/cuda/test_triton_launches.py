@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from bench import stub_driver
 from fastsam_kernels import toolchain
+from tests.helpers import stub_driver
 from tests.helpers.places import ROOT
 
 triton_launch = pytest.importorskip(

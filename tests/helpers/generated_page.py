@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from bench import record as records
 from bench import report
 from tests.helpers.places import ROOT
 
@@ -50,6 +51,6 @@ class GeneratedPage:
     def main(self) -> int:
         """Copy the file of the command line to the page's record, and write the page."""
         record = self.read(Path(sys.argv[1]) if len(sys.argv) > 1 else self.results)
-        self.results.write_text(json.dumps(record, indent=1) + "\n")
+        records.write(record, self.results)
         self.path.write_text(self.fill(self.path.read_text(), record))
         return 0

@@ -1,7 +1,7 @@
 """Every Triton op through Triton's own compiler and driver on a CUDA library without a device; prints the launches as
 JSON.
 
-Run in a separate process as `python -m tests.helpers.triton_launches FOLDER`, as `bench.stub_driver` says.
+Run in a separate process as `python -m tests.helpers.triton_launches FOLDER`, as `tests.helpers.stub_driver` says.
 """
 
 import ctypes
@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
-from bench import stub_driver
 from fastsam_kernels import triton_backend, triton_launch, triton_op
 from tests.gpu.sanitized import every_op
+from tests.helpers import stub_driver
 from tests.helpers.gpu_step import Step
 
 Lines = list[list[str]]

@@ -1,4 +1,6 @@
-"""The benchmark's clients with a small BERT: the plain loop and `fed.run` take the same steps."""
+"""The benchmark's clients with a small BERT: the plain loop and `fed.run` take the same steps, which a device times."""
+
+import time
 
 import pytest
 import torch
@@ -25,3 +27,13 @@ def test_the_plain_loop_takes_the_steps_of_a_run(algorithm: str) -> None:
         for model in ours:
             torch.testing.assert_close(model.get_parameter(name), p, rtol=1e-3, atol=2e-5)
     assert bert.loss_of(load, plain) < bert.loss_of(load, start)
+
+
+def test_a_device_times_steady_rounds_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    from bench.fed import on_gpu
+
+    monkeypatch.setattr(on_gpu, "TEXTS", "bert:64x8")
+    for contender in ("bare loop", "sequential", "vmap"):
+        (case,) = on_gpu.measure(on_gpu.jobs("cpu")[f"transformers {contender}"](), time.monotonic() + 120)
+        (row,) = case["rows"]
+        assert (row["executor"], row["ours"], len(row["times"])) == (contender, contender != "bare loop", 10), row

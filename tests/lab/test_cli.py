@@ -52,7 +52,6 @@ def test_run_writes_the_run_directory_and_says_where(cwd: Path, capsys: pytest.C
     assert "run directory: runs/small-fedsam-001" in out and "fedsam: round 3/3" in out and "to 10 %" in out
     expected = {
         "config.json", "metrics.jsonl", "summary.json", "model.safetensors", "environment.json", "curves.png",
-        "classes.png",
     }  # fmt: skip
     assert expected <= {path.name for path in run_dir.iterdir()}
     assert [record["round"] for record in metrics(run_dir)] == [1, 2, 3]
@@ -79,11 +78,11 @@ def test_compare_runs_every_algorithm_and_seed(cwd: Path, capsys: pytest.Capture
     assert re.search(r"FedAvg +\d+\.\d\d ± \d+\.\d\d", out) and "run directory: cmp" in out
     names = {path.name for path in (cwd / "cmp").iterdir()}
     runs = {"fedavg-seed0", "fedavg-seed1", "mofedsam-seed0", "mofedsam-seed1"}
-    pictures = {f"{name}{suffix}" for name in ("curves", "classes") for suffix in (".png", ".svg", ".pdf")}
-    assert names == runs | pictures | {"config.json", "report.md", "report.html", "summary.json"}
+    pictures = {f"curves{suffix}" for suffix in (".png", ".svg", ".pdf")}
+    assert names == runs | pictures | {"config.json", "report.html", "tables", "summary.json"}
     summary = json.loads((cwd / "cmp" / "summary.json").read_text())
     assert len(summary["runs"]) == 4 and set(summary["algorithms"]) == {"fedavg", "mofedsam"}
-    assert "| MoFedSAM |" in (cwd / "cmp" / "report.md").read_text()
+    assert "<td>MoFedSAM</td>" in (cwd / "cmp" / "report.html").read_text()
     for name in runs:
         assert len(metrics(cwd / "cmp" / name)) == 2
 
@@ -131,7 +130,7 @@ def test_compare_goes_on_when_a_run_diverges(cwd: Path, capsys: pytest.CaptureFi
     output = capsys.readouterr()
     assert "error: fedsam-seed0: round 1: all" in output.err and "diverged" in output.err
     assert re.search(r"^ *FedAvg +\d", output.out, re.M) and re.search(r"^ *MoFedSAM +\d", output.out, re.M)
-    assert "- failed: fedsam-seed0: round 1: all" in (cwd / "cmp" / "report.md").read_text()
+    assert "<li>failed: fedsam-seed0: round 1: all" in (cwd / "cmp" / "report.html").read_text()
     assert cli.main([*names[:3], "fedsam", "--lr", "1e30"]) == 1
     assert "no run of the comparison in runs/small-compare-001 was finished" in capsys.readouterr().err
 
@@ -276,7 +275,7 @@ def test_ctrl_c_in_a_comparison_resumes_with_the_command_it_prints(cwd: Path) ->
     assert cli.main(command[1:]) == 0
     assert (cwd / "cmp" / "fedavg-seed0" / "metrics.jsonl").read_bytes() == first
     assert [len(metrics(cwd / "cmp" / f"{name}-seed0")) for name in ("fedavg", "fedsam")] == [40, 40]
-    assert (cwd / "cmp" / "report.md").exists()
+    assert (cwd / "cmp" / "report.html").exists()
 
 
 def test_the_demo_is_the_comparison_of_the_example(capsys: pytest.CaptureFixture[str]) -> None:

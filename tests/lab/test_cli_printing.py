@@ -148,7 +148,7 @@ def test_modules_are_imported_when_asked_for_and_heavy_libraries_when_needed() -
     ("words", "heavy"),
     [
         (["--help"], {"torch", "numpy", "rich"}),
-        (["reproduce", "--list"], {"torch", "numpy", "matplotlib", "sklearn", "markdown_it"}),
+        (["reproduce", "--list"], {"torch", "numpy", "matplotlib", "sklearn"}),
     ],
 )
 def test_what_only_prints_starts_at_once(words: list[str], heavy: set[str]) -> None:

@@ -43,17 +43,17 @@ def test_what_is_read(runs: Path) -> None:
 def test_the_command_draws_what_was_recorded(
     runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
-    panel_sets = []
-    draw = curves.curves
-    monkeypatch.setattr(curves, "curves", lambda panels, *rest: panel_sets.append(panels) or draw(panels, *rest))
+    drawn = []
+    draw = curves.curve
+    monkeypatch.setattr(curves, "curve", lambda lines, *rest: drawn.append(lines) or draw(lines, *rest))
     assert cli.main(["plots", str(runs / "avg")]) == 0
     assert {f"curves.{end}" for end in ("png", "svg", "pdf")} <= {path.name for path in (runs / "avg").iterdir()}
     assert str(runs / "avg" / "curves.png") in capsys.readouterr().out
     assert cli.main(["plots", str(runs / "avg"), str(runs / "sam-seed0"), "--out", str(tmp_path / "both")]) == 0
     assert cli.main(["plots", str(runs)]) == 0
-    labels = [{label: len(histories) for label, histories in panels[""].items()} for panels in panel_sets]
+    labels = [{label: len(histories) for label, histories in lines.items()} for lines in drawn]
     assert labels == [{"FedAvg": 1}, {"avg": 1, "sam-seed0": 1}, {"avg": 1, "sam": 2}]
-    assert [record["round"] for record in panel_sets[0][""]["FedAvg"][0]] == [1, 2]
+    assert [record["round"] for record in drawn[0]["FedAvg"][0]] == [1, 2]
     assert (tmp_path / "both" / "curves.png").is_file()
 
 

@@ -70,7 +70,7 @@ def cwd(tmp_path: Path, monkeypatch: MonkeyPatch) -> Path:
             "'mlp', 'emnist_cnn', 'lenet', 'resnet18_gn', 'vit_b_32' or an import path",
         ),
         ("reproduce fedlesam-tabel2", "no table 'fedlesam-tabel2' .did you mean 'fedlesam-table2'"),
-        ("reproduce fedlesam-table2 --scale --seeds one", "--seeds takes integers such as 0,1,2, got 'one'"),
+        ("reproduce fedlesam-table2 --scale --seeds one", "seeds must be integers such as 0,1,2, got 'one'"),
         ("reproduce fedlesam-table2 --scale --seeds=", "--seeds takes integers such as 0,1,2, got ''"),
     ],
     ids=lambda text: text[:60],
@@ -224,4 +224,4 @@ def test_a_refused_algorithm_does_not_stop_a_comparison(cwd: Path, capsys: Captu
         "error: feddyn-seed0: server_lr=0.5 needs .* the server's step of FedDyn has none", capsys.readouterr().err
     )
     assert (cwd / "both" / "fedavg-seed0" / "summary.json").exists()
-    assert "the server's step of FedDyn has none" in (cwd / "both" / "report.md").read_text()
+    assert "the server&#x27;s step of FedDyn has none" in (cwd / "both" / "report.html").read_text()

@@ -1,4 +1,4 @@
-"""The tables, report.md, report.html and summary.json of a comparison, from histories whose numbers are known."""
+"""The tables, report.html and summary.json of a comparison, from histories whose numbers are known."""
 
 import base64
 import io
@@ -8,7 +8,6 @@ import re
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from matplotlib.figure import Figure
@@ -16,12 +15,13 @@ from pytest import MonkeyPatch
 from rich.console import Console
 from torch.nn.functional import cross_entropy
 
-from fastsam.lab.plots import ablations, classes, curves
+from fastsam.lab.plots import curves, sweeps
 from fastsam.lab.plots import figure as figures
-from fastsam.lab.plots.ablations import Point
+from fastsam.lab.plots.sweeps import Point
 from fastsam.lab.report import files, tables
 from fastsam.lab.report.finished import FinishedRun, title_of
 from fastsam.lab.report.surface import loss_surface
+from fastsam.lab.report.table import Table
 
 
 def make_run(
@@ -197,19 +197,14 @@ def test_what_the_target_took_is_relative_to_the_run_with_the_same_swept_values(
     assert fedsam_table.head[2] == "× FedSAM alpha=0.1" and [row[2] for row in fedsam_table.rows] == ["1.00", "0.25"]
 
 
-def test_common_sweeps_are_panels_and_others_variants(tmp_path: Path, monkeypatch: MonkeyPatch) -> None:
-    figs: dict = {}
-
-    def keep(panels: dict, path: Path, *arguments: object) -> Path:
-        return figs.setdefault(path.name, panels) and path
-
-    monkeypatch.setattr(curves, "curves", keep)
-    monkeypatch.setattr(classes, "classes", keep)
-    counts = {"alpha = 0.1": np.eye(3), "alpha = 1": np.eye(3)}
-    files.draw_plots(sweep(rhos=(0.1, 0.2)), counts, tmp_path, "t")
-    lines = ["FedAvg", "FedSAM rho=0.1", "FedSAM rho=0.2"]
-    assert {name: [*panel] for name, panel in figs["curves.png"].items()} == {"alpha = 0.1": lines, "alpha = 1": lines}
-    assert figs["classes.png"] is counts
+def test_every_swept_value_has_a_line(tmp_path: Path, monkeypatch: MonkeyPatch) -> None:
+    drawn: dict = {}
+    monkeypatch.setattr(curves, "curve", lambda lines, path, *rest: drawn.setdefault(path.name, lines) and path)
+    files.draw_curves(sweep(rhos=(0.1, 0.2)), tmp_path, "t")
+    lines = [f"{name} alpha={alpha}" for alpha in ("0.1", "1") for name in ("FedAvg", "FedSAM")]
+    lines[3:] = ["FedSAM alpha=1 rho=0.1", "FedSAM alpha=1 rho=0.2"]
+    lines[1:2] = ["FedSAM alpha=0.1 rho=0.1", "FedSAM alpha=0.1 rho=0.2"]
+    assert {name: [*lines] for name, lines in drawn.items()} == {"curves.png": lines}
     summary = files.summary([replace(run, run_dir=tmp_path / run.run_dir) for run in sweep()], tmp_path)
     assert [run["swept"] for run in summary["runs"]] == [{"alpha": 0.1}, {"alpha": 0.1}, {"alpha": 1.0}, {"alpha": 1.0}]
 
@@ -225,12 +220,10 @@ def test_every_figure_says_what_it_is_of(tmp_path: Path, monkeypatch: MonkeyPatc
     monkeypatch.setattr(figures, "save", save)
     runs = sweep(rhos=(0.1, 0.2))
     runs = [replace(run, history=[{**record, "sharpness": 1.0} for record in run.history]) for run in runs]
-    hyper = [{**run.summary, "hyperparameters": {"rho": run.point.get("rho")}} for run in runs]
-    runs = [replace(run, summary=summary) for run, summary in zip(runs, hyper, strict=True)]
     title = "CIFAR-10, Dirichlet 0.6, 100 clients (scaled to digits)"
-    files.draw_plots(runs, {"": np.eye(3)}, tmp_path, title)
-    files.draw_ablations(runs, tmp_path, title)
-    names = {"curves", "measures", "classes", "ablation-alpha", "ablation-rho", "ablation-rho-lr"}
+    files.draw_curves(runs, tmp_path, title)
+    files.draw_sweeps(runs, tmp_path, title)
+    names = {"curves", "curve-sharpness", "sweep-alpha", "sweep-rho"}
     assert headings.keys() == {f"{name}.png" for name in names} and all(title in text for text in headings.values())
 
 
@@ -255,52 +248,48 @@ def test_comparison_files(tmp_path: Path) -> None:
     runs += [make_run("b", 0, [0.1, 0.2]), make_run("b", 1, [0.3, 0.4])]
     runs = [replace(run, run_dir=tmp_path / run.run_dir.name) for run in runs]
     facts = {"clients": 4, "note": "<script>alert(1)</script>"}
-    command, counts = "fastsam compare x/config.json", {"": np.eye(4, 3, dtype=int)}
-    files.write_comparison(runs, tmp_path, "a, b on digits", facts, command, counts, {})
-    pictures = {f"{name}{suffix}" for name in ("curves", "classes") for suffix in (".png", ".svg", ".pdf")}
+    command = "fastsam compare x/config.json"
+    files.write_comparison(runs, tmp_path, "a, b on digits", facts, command, {})
+    pictures = {f"curves{suffix}" for suffix in (".png", ".svg", ".pdf")}
     assert {*os.listdir(tmp_path)} == {*files.COMPARISON_FILES.values()} | pictures
-    text, page = (tmp_path / "report.md").read_text(), (tmp_path / "report.html").read_text()
-    assert (
-        "| algorithm | final % |" in text
-        and "| a | 62.50 ± 17.68 |" in text
-        and "- clients: 4" in text
-        and "fastsam compare x/config.json" in text
-    )
-    (sentence,) = re.findall(r"^- b: (.*)$", text, re.M)
-    assert "% test accuracy" in sentence and f"<li>b: {sentence}</li>" in page and page.count("<h2>Result</h2>") == 1
+    names = ("accuracy", "cost", "to-50-test-accuracy")
+    assert {*os.listdir(tmp_path / "tables")} == {f"{name}{suffix}" for name in names for suffix in (".csv", ".tex")}
+    page = (tmp_path / "report.html").read_text()
+    assert page.count("<h2>Result</h2>") == 1 and re.search(r"<li>b: \d+.* % test accuracy", page)
     (runs_section,) = re.findall(r"<details><summary>Runs</summary>(.*?)</details>", page, re.S)
     assert "b-seed1" in runs_section and "Repeat with" not in runs_section
-    assert "<summary>Worst" not in page and "<h2>Accuracy</h2>" in page
-    assert "`b-seed1`" in text and "62.50 ± 17.68</td>" in page and "<li>clients: 4</li>" in page
+    assert "<summary>Worst" not in page and "<h2>Accuracy</h2>" in page and f"<code>{command}</code>" in page
+    assert "<td>a</td><td>62.50 ± 17.68</td>" in page and "<li>clients: 4</li>" in page
     assert "<script" not in page and "&lt;script&gt;" in page
-    # The text links its figures, the page holds them, and nothing is loaded from elsewhere.
-    for name in ("curves", "classes"):
-        data = base64.b64encode((tmp_path / f"{name}.png").read_bytes()).decode()
-        assert f"](<{name}.png>)" in text
-        assert f'src="data:image/png;base64,{data}"' in page
-    assert "http" not in page and page.count("src=") == page.count('src="data:') == 2 and "<link" not in page
+    # The page holds its figures, and nothing is loaded from elsewhere.
+    data = base64.b64encode((tmp_path / "curves.png").read_bytes()).decode()
+    assert f'src="data:image/png;base64,{data}"' in page
+    assert "http" not in page and page.count("src=") == page.count('src="data:') == 1 and "<link" not in page
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert summary["algorithms"]["a"]["accuracy_final"] == {"mean": 0.625, "std": pytest.approx(0.125 * 2**0.5)}
     assert summary["algorithms"]["a"]["seeds"] == [0, 1] and "rounds_to_target" not in summary["algorithms"]["b"]
     assert [run["run_dir"] for run in summary["runs"]] == ["a-seed0", "a-seed1", "b-seed0", "b-seed1"]
 
 
-def test_a_sweep_is_drawn_over_its_key_and_over_rho_by_lr(tmp_path: Path, monkeypatch: MonkeyPatch) -> None:
-    calls = []
-    monkeypatch.setattr(ablations, "ablation", lambda lines, key, path, title: calls.append((key, lines)) or path)
-    monkeypatch.setattr(ablations, "ratio", lambda lines, path, title="": calls.append(("ratio", lines)) or path)
+def test_a_table_is_written_for_papers_and_spreadsheets() -> None:
+    table = Table("t", ["algorithm", "best\n%"], [["a_b, c", "1.0 ± 0.5"], ['{"x"} \\', "–"]])
+    assert table.csv() == 'algorithm,best %\n"a_b, c",1.0 ± 0.5\n"{""x""} \\",–\n'
+    assert table.tex().splitlines() == [
+        r"\begin{tabular}{lr}", r"\hline", r"algorithm & best \% \\", r"\hline", r"a\_b, c & 1.0 $\pm$ 0.5 \\",
+        r'\{"x"\} \textbackslash{} & -- \\', r"\hline", r"\end{tabular}",
+    ]  # fmt: skip
+
+
+def test_a_sweep_is_drawn_over_its_key(tmp_path: Path, monkeypatch: MonkeyPatch) -> None:
+    drawn: dict = {}
+    monkeypatch.setattr(sweeps, "sweep_curve", lambda lines, key, path, title: drawn.setdefault(key, lines) and path)
     runs = [make_run("fedavg", 0, [0.5])]
     for rho in (0.01, 0.1):
-        options = {"point": {"rho": rho}, "hyperparameters": {"rho": rho}}
-        runs += [make_run(f"fedsam rho={rho:g}", i, [0.5 + rho], **options) for i in (0, 1)]
-    figures = files.draw_ablations(runs, tmp_path)
-    assert [figure.path.name for figure in figures] == ["ablation-rho.png", "ablation-rho-lr.png"]
-    (key, panels), (_, ratios) = calls
-    lines = panels[""]
-    assert key == "rho" and lines["FedAvg"] == [Point(None, [0.5])]
-    assert lines["FedSAM"] == [Point(0.01, [0.51, 0.51]), Point(0.1, [0.6, 0.6])]
-    points = [Point(pytest.approx(0.1), [0.51, 0.51]), Point(pytest.approx(1.0), [0.6, 0.6])]
-    assert panels == {"": lines} and ratios == {"": {"FedAvg": [Point(None, [0.5])], "FedSAM": points}}
+        runs += [make_run(f"fedsam rho={rho:g}", i, [0.5 + rho], point={"rho": rho}) for i in (0, 1)]
+    figures = files.draw_sweeps(runs, tmp_path)
+    assert [figure.path.name for figure in figures] == ["sweep-rho.png"]
+    points = [Point(0.01, [0.51, 0.51]), Point(0.1, [0.6, 0.6])]
+    assert drawn == {"rho": {"FedAvg": [Point(None, [0.5])], "FedSAM": points}}
 
 
 def test_a_loss_surface_is_around_the_weights() -> None:

@@ -134,7 +134,7 @@ def test_the_command_line_draws_it_all(
                "--measures", "sharpness,consistency", "--surface", "3", "--run-dir", "cmp"]  # fmt: skip
     assert cli.main(command) == 0
     names = {path.name for path in (tmp_path / "cmp").iterdir()}
-    expected = {"curves", "classes", "measures", "surfaces", "ablation-rho", "ablation-clients", "ablation-rho-lr"}
+    expected = {"curves", "curve-sharpness", "curve-consistency", "surfaces", "sweep-rho", "sweep-clients"}
     assert {f"{name}{kind}" for name in expected for kind in (".png", ".svg", ".pdf")} <= names
     assert "fedsam-rho=0.01-clients=6-seed0" in names
     page = (tmp_path / "cmp" / "report.html").read_text()

@@ -4,17 +4,17 @@ The rule never measures anything at run time, because a timed choice would chang
 are in docs/executors_measured.md. `_not_stacked` asks if stacked clients are the fastest, and `stacked.why_not` if they
 are possible at all: with the run's options (`base.refusal`), with the model, and in a trial of two rows.
 
-On a GPU the first row that fits decides. M1 to M9 are the measurements of bench/fed/decide.py.
+On a GPU the first row that fits decides. The times were measured on an H200.
 
     clients                                                          takes    decided by
-    dense models, with a row program or at most 2^20 parameters      vmap     M4, M5 (H200): .28 of graph's time or less
+    dense models, with a row program or at most 2^20 parameters      vmap     .28 of graph's time or less
     loops of an algorithm                                            streams  predicted
-    steps that can be captured; a sort's first steps are eager       graph    M2, M6 (H200); M4: vmap takes .8 to 1.1 of
-                                                                              its time for CNNs, and other bits
-    the same with dropout, batches read one by one, or clients that  graph    M7 (H200): .03 of sequential's time
+    steps that can be captured; a sort's first steps are eager       graph    for CNNs vmap takes .8 to 1.1 of its time,
+                                                                              and has other bits
+    the same with dropout, batches read one by one, or clients that  graph    .03 of sequential's time
     may raise
-    other steps: hooks, values on the host, Python state             streams  predicted; M8: several processes took
-                                                                              longer than one
+    other steps: hooks, values on the host, Python state             streams  predicted; several processes took longer
+                                                                              than one
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _MAX_NUMEL_ROWWISE = 2**20
 _FROZEN = 8
 
 
-# Executors that a plain PyTorch loop equals on a GPU: M2 and M6 (H200). Remedies by a part of the reason.
+# Executors that a plain PyTorch loop equals on an H200. Remedies by a part of the reason.
 _ONE_BY_ONE = ("streams", "sequential")
 _REMEDIES = {
     "in a loop of its own": "Algorithms without `train_client` are stacked or captured",

@@ -1,23 +1,19 @@
-"""Curves by round: accuracy and error, and whatever else was measured."""
+"""Curves by round: accuracy, or whatever else was measured."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from fastsam.lab.plots import figure as figures
 
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
 History = Sequence[Mapping[str, Any]]
-Panels = Mapping[str, Mapping[str, Sequence[History]]]  # title -> label -> a history for each seed; one panel is ""
-View = tuple[Callable[[Any], Any], str, bool]  # function of a value or an array, name of the axis, True if logarithmic
+ACCURACY, LOSS = "test_accuracy", "train_loss"  # keys of records
 
-# Labels of the measures' axes.
+# Names of the measures, in tables and on axes.
 NAMES = {
     "train_set_loss": "training loss of the global model",
     "train_set_accuracy": "training accuracy of the global model",
@@ -38,6 +34,7 @@ NAMES = {
     "spectral_complexity": "spectral complexity Q",
     "dual_gap": "FedSMOO: |mean ε − s|",
 }
+_AXES = {ACCURACY: "test accuracy (%)", LOSS: "training loss of the active clients"}
 _LOGARITHMIC = {"spectral_complexity"}
 
 
@@ -58,118 +55,30 @@ def deviation(values: Sequence[float] | Sequence[Sequence[float]] | np.ndarray) 
 
 
 @figures.style()
-def curves(panels: Panels, path: str | Path, target: float | None = None, title: str = "") -> Path:
-    """Plot test accuracy by round, and test error on a logarithmic axis, where runs near 100 % separate.
+def curve(
+    lines: Mapping[str, Sequence[History]], path: str | Path, title: str = "", key: str = ACCURACY,
+    target: float | None = None,
+) -> Path:  # fmt: skip
+    """Plot `key` by round: a line for each label. With several seeds it is their mean, in a band of one standard
+    deviation. Only rounds that all seeds of a label have are drawn.
 
-    There is a panel of each for every swept value. Without measured accuracies, the training loss is plotted. There is
-    one line per label; with several seeds it is their mean, in a band of one standard deviation.
-
-    `panels` has one history (list of metrics records) per seed. `target` is the accuracy of a dashed line.
+    Args:
+        lines: for each label a history (list of metrics records) per seed.
+        path: path of the figure's PNG.
+        title: title of the figure.
+        key: key of the records.
+        target: value of a dashed line.
     """
-    views: list[View] = [
-        (lambda a: 100 * a, "test accuracy (%)", False),
-        (lambda a: 100 - 100 * a, "test error (%)", True),
-    ]
-    key, limits, labels = "test_accuracy", (0.0, 100.0), _labels(panels)
-    histories = [history for lines in panels.values() for seeds in lines.values() for history in seeds]
-    if not any(series(history, key) for history in histories):
-        key, target, limits = "train_loss", None, (-np.inf, np.inf)
-        views = [(lambda loss: loss, "training loss of the active clients", log) for log in (False, True)]
-    figure, grid = _grid(len(panels), len(views))
-    for column, (name, lines) in zip(grid, panels.items(), strict=True):
-        for axes, (view, text, logarithmic) in zip(column, views, strict=True):
-            _lines(axes, lines, key, labels, view, limits)
-            if target is not None:
-                goal = f"target {100 * target:g} %"
-                axes.axhline(view(target), color="0.4", linestyle="--", linewidth=0.8, label=goal)
-            axes.set(xlabel="round", ylabel=text, title=name)
-            figures.finish(axes)
-            if logarithmic:
-                figures.logarithmic(axes)
-    return _close(figure, grid, path, title)
-
-
-@figures.style()
-def measures(panels: Panels, keys: Sequence[str], path: str | Path, title: str = "") -> Path:
-    """Draw one small plot by round for each of `keys` and every swept value.
-
-    Lines and bands are as in `curves`. Only records that have the key are used.
-    """
-    labels = _labels(panels)
-    if len(panels) == 1:
-        rows, columns = figures.shape(len(keys))
-        figure = figures.new(figures.PAGE * columns / 3 if columns > 1 else figures.COLUMN, 2.2 * rows + 0.4)
-        grid = [figures.panels(figure, len(keys))]
-    else:
-        figure, grid = _grid(len(panels), len(keys))
-    for column, (name, lines) in zip(grid, panels.items(), strict=True):
-        for axes, key in zip(column, keys, strict=True):
-            _lines(axes, lines, key, labels)
-            inches = figure.get_figwidth() / axes.get_subplotspec().get_gridspec().ncols - 0.3
-            axis_label = figures.wrap(NAMES.get(key, key.replace("_", " ")), inches)
-            axes.set(xlabel="round", title=f"{axis_label}\n{name}" if name else axis_label)
-            figures.finish(axes)
-            if key in _LOGARITHMIC:
-                figures.logarithmic(axes)
-    return _close(figure, grid, path, title)
-
-
-def _close(figure: Figure, grid: Sequence[Sequence[Any]], path: str | Path, title: str) -> Path:
-    """Save a figure, after the panels of a view got one range, and only the first of them a label."""
-    for row in zip(*grid, strict=True) if len(grid) > 1 else ():
-        ranges = [axes.get_ylim() for axes in row]
-        for axes in row:
-            axes.set_ylim(min(low for low, _ in ranges), max(high for _, high in ranges))
-            if not axes.get_subplotspec().is_first_col():
-                axes.set_ylabel("")
-    figures.legend(figure, [axes for column in grid for axes in column])
-    return figures.close(figure, path, title)
-
-
-def _labels(panels: Panels) -> list[str]:
-    """Return the labels of the whole figure, because a label looks the same in all panels."""
-    return list(dict.fromkeys(label for lines in panels.values() for label in lines))
-
-
-def _grid(panels: int, views: int) -> tuple[Figure, list[list[Any]]]:
-    """Return a figure with a column of `views` axes for every panel, and its axes.
-
-    A single panel has its views side by side. After three panels a new block of rows begins.
-    """
-    if panels == 1:
-        figure = figures.new(figures.PAGE, 2.9)
-        return figure, [list(figure.subplots(1, views, squeeze=False)[0])]
-    blocks, columns = figures.shape(panels)
-    figure = figures.new(figures.PAGE, 2.2 * views * blocks + 0.5)
-    all_axes = figure.subplots(blocks * views, columns, squeeze=False)
-    for place in range(panels, blocks * columns):
-        for view in range(views):
-            all_axes[place // columns * views + view, place % columns].set_axis_off()
-    return figure, [
-        [all_axes[i // columns * views + view, i % columns] for view in range(views)] for i in range(panels)
-    ]
-
-
-def _lines(
-    axes: Any,
-    lines: Mapping[str, Sequence[History]],
-    key: str,
-    labels: Sequence[str],
-    view: Callable[[np.ndarray], np.ndarray] = np.asarray,
-    limits: tuple[float, float] = (-np.inf, np.inf),
-) -> None:
-    """Draw for each label the mean of `view(key)` over its seeds, in a band of one standard deviation within `limits`.
-
-    Only rounds that all seeds of a label have are drawn.
-    """
-    axes.locator_params(axis="x", integer=True)
-    styles = figures.styles(labels)
+    unit = 100 if key == ACCURACY else 1  # accuracies are in percent
+    limits = (0, 100) if key == ACCURACY else (-np.inf, np.inf)
+    figure = figures.new(figures.COLUMN, 2.9)
+    axes, styles = figure.subplots(), figures.styles(lines)
     for label, histories in lines.items():
         seeds, style = [series(history, key) for history in histories], styles[label]
         rounds = sorted(set.intersection(*(set(values) for values in seeds)))
         if not rounds:
             continue
-        values = view(np.array([[seed[r] for r in rounds] for seed in seeds]))
+        values = unit * np.array([[seed[r] for r in rounds] for seed in seeds])
         mean, spread = values.mean(axis=0), deviation(values)
         name = label if len(seeds) == 1 else f"{label} ({len(seeds)} seeds)"
         axes.plot(rounds, mean, label=name, marker="o" if len(rounds) <= 5 else None, markersize=3, **style)
@@ -177,3 +86,18 @@ def _lines(
             alpha = 0.18 if len(lines) <= 5 else 0.08  # many bands would hide the lines
             low, high = np.clip([mean - spread, mean + spread], *limits)
             axes.fill_between(rounds, low, high, color=style["color"], alpha=alpha, linewidth=0)
+    if target is not None:
+        goal = f"target {unit * target:g}{' %' * (key == ACCURACY)}"
+        axes.axhline(unit * target, color="0.4", linestyle="--", linewidth=0.8, label=goal)
+    axes.locator_params(axis="x", integer=True)
+    axes.set(xlabel="round", ylabel=figures.wrap(_AXES.get(key) or name_of(key), 2.4))
+    figures.finish(axes)
+    if key in _LOGARITHMIC:
+        figures.logarithmic(axes)
+    figures.legend(figure, [axes])
+    return figures.close(figure, path, title)
+
+
+def name_of(key: str) -> str:
+    """Return the name of a measure or metric."""
+    return NAMES.get(key, key.replace("_", " "))

@@ -1,1 +1,1 @@
-"""The report of a run or a comparison: tables, report.md, report.html, summary.json and the figures."""
+"""The report of a run or a comparison: report.html, its tables as .csv and .tex, summary.json and the figures."""

@@ -1,18 +1,19 @@
-"""A report: `report.md`, which links its figures, and `report.html`, the same text in one file with its figures."""
+"""A report: one web page with its figures, and each of its tables as .csv and .tex."""
 
 from __future__ import annotations
 
 import base64
-import html
-import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from html import escape
 from pathlib import Path
 from typing import Any
 
-from fastsam.fed.common.atomic_files import write_bytes
+from fastsam.fed.common.atomic_files import make_directory, write_bytes
 from fastsam.lab.report.table import Table
+
+TABLES = "tables"  # folder of the tables' files
 
 
 @dataclass(frozen=True)
@@ -40,53 +41,45 @@ class Document:
     sentences: Sequence[str] = ()  # one for each algorithm, above the tables
 
     def write(self, directory: Path) -> None:
-        """Write `report.md` and `report.html` into the directory, which has the figures."""
-        text = self.markdown(directory)
-        write_bytes(directory / "report.md", text.encode())
-        folded = ["Runs", *(table.title for table in self.tables if table.is_folded)]
-        write_bytes(directory / "report.html", page(self.title, text, directory, folded).encode())
+        """Write `report.html`, which loads nothing from elsewhere, and each table as `tables/NAME.csv` and `.tex`."""
+        write_bytes(directory / "report.html", self.page().encode())
+        make_directory(directory / TABLES)
+        for name, table in zip(_file_names(self.tables), self.tables, strict=True):
+            write_bytes(directory / TABLES / f"{name}.csv", table.csv().encode())
+            write_bytes(directory / TABLES / f"{name}.tex", table.tex().encode())
 
-    def markdown(self, directory: Path) -> str:
-        """Return the report in Markdown, for a file in `directory`."""
-        parts = [f"# {_escape(self.title)}", "\n".join(f"- {_escape(f'{k}: {v}')}" for k, v in self.facts.items())]
+    def page(self) -> str:
+        """Return the report as a web page. Tables and the list of runs that are folded are opened by a reader."""
+        parts = [f"<h1>{escape(self.title)}</h1>", _list(f"{key}: {value}" for key, value in self.facts.items())]
         if self.sentences:
-            parts += ["## Result", "\n".join(f"- {_escape(sentence)}" for sentence in self.sentences)]
+            parts += ["<h2>Result</h2>", _list(self.sentences)]
         for table in self.tables:
-            parts += [f"## {_escape(table.title)}", table.markdown(), _escape(table.note)]
+            body = f"{table.html()}\n<p>{escape(table.note)}</p>"
+            parts.append(_folded(table.title, body) if table.is_folded else f"<h2>{escape(table.title)}</h2>\n{body}")
         for figure in self.figures:
-            caption, path = _escape(figure.caption), os.path.relpath(figure.path, directory)
-            parts += [f"## {caption}", f"![{caption}](<{path}>)"]
-        parts += ["## Runs", "\n".join(f"- {_escape(name)}: `{path}`" for name, path in self.runs)]
-        parts += ["Repeat with", f"    {self.command}"]
-        return "\n\n".join(parts) + "\n"
+            data, caption = base64.b64encode(figure.path.read_bytes()).decode(), escape(figure.caption)
+            parts.append(f'<h2>{caption}</h2>\n<p><img src="data:image/png;base64,{data}" alt="{caption}"></p>')
+        parts.append(_folded("Runs", _list(f"{name}: {path}" for name, path in self.runs)))
+        parts.append(f"<p>Repeat with</p>\n<pre><code>{escape(self.command)}</code></pre>")
+        return _PAGE.format(title=escape(self.title), body="\n".join(parts) + "\n")
 
 
-def _escape(text: str) -> str:
-    """Return the text without characters that Markdown would take for markup."""
-    return re.sub(r"([\\`*\[\]<>])", r"\\\1", text)
+def _list(texts: Iterable[str]) -> str:
+    return "<ul>\n" + "".join(f"<li>{escape(text)}</li>\n" for text in texts) + "</ul>"
 
 
-def page(title: str, text: str, directory: Path, folded: Sequence[str] = ()) -> str:
-    """Return Markdown as a web page that loads nothing: the figures in `directory` become data URIs.
+def _folded(title: str, body: str) -> str:
+    return f"<details><summary>{escape(title)}</summary>\n{body}\n</details>"
 
-    A reader opens the sections with a title in `folded`.
-    """
-    from markdown_it import MarkdownIt
 
-    def embed(match: re.Match[str]) -> str:
-        from urllib.parse import unquote
-
-        data = (directory / unquote(html.unescape(match[1]))).read_bytes()
-        return f'src="data:image/png;base64,{base64.b64encode(data).decode()}"'
-
-    def fold(section: re.Match[str]) -> str:
-        if section[1] not in map(html.escape, folded):
-            return section[0]
-        return f"<details><summary>{section[1]}</summary>\n{section[2]}</details>\n"
-
-    body = MarkdownIt("commonmark", {"html": False}).enable("table").render(text)
-    body = re.sub(r"<h2>(.*?)</h2>\n(.*?)(?=<h2>|<p>Repeat with</p>|\Z)", fold, body, flags=re.S)
-    return _PAGE.format(title=html.escape(title), body=re.sub(r'src="([^"]*)"', embed, body))
+def _file_names(tables: Sequence[Table]) -> list[str]:
+    """Return a name for the files of each table: its title, numbered if a table before it has this title too."""
+    names: list[str] = []
+    for table in tables:
+        name = re.sub(r"[^a-z0-9]+", "-", table.title.lower()).strip("-")
+        count = sum(re.fullmatch(rf"{re.escape(name)}(-\d+)?", other) is not None for other in names)
+        names.append(f"{name}-{count + 1}" if count else name)
+    return names
 
 
 _PAGE = """\
@@ -100,7 +93,8 @@ _PAGE = """\
   body {{ font: 15px/1.5 system-ui, sans-serif; color: #222; max-width: 1100px; margin: 2rem auto; padding: 0 1rem; }}
   h1 {{ font-size: 1.6rem; }} h2 {{ font-size: 1.2rem; margin-top: 2.2rem; }}
   table {{ display: block; overflow-x: auto; border-collapse: collapse; font-variant-numeric: tabular-nums; }}
-  th, td {{ padding: .3rem .7rem; border-bottom: 1px solid #ddd; white-space: nowrap; }}
+  th, td {{ padding: .3rem .7rem; border-bottom: 1px solid #ddd; white-space: nowrap; text-align: right; }}
+  th:first-child, td:first-child {{ text-align: left; }}
   th {{ border-bottom: 2px solid #888; white-space: normal; vertical-align: bottom; }}
   table + p {{ color: #555; font-size: .9rem; }}
   summary {{ font-size: 1.2rem; font-weight: bold; margin-top: 2.2rem; cursor: pointer; }}

@@ -69,27 +69,9 @@ def target_of(runs: Iterable[FinishedRun]) -> float | None:
     return next((run.summary["target"] for run in runs if run.summary.get("target") is not None), None)
 
 
-def shared_keys(runs: Iterable[FinishedRun]) -> tuple[str, ...]:
-    """Return the swept keys that every run took.
-
-    Their values are settings in which algorithms are compared, not variants of an algorithm.
-    """
-    points = [run.point for run in runs]
-    return tuple(key for key in (points[0] if points else ()) if all(key in point for point in points))
-
-
-def panel_name(point: Mapping[str, Any]) -> str:
-    """Return the title of a panel, e.g. "alpha = 0.1"."""
-    return ", ".join(f"{key} = {value_text(value)}" for key, value in point.items())
-
-
-def line(run: FinishedRun, omitted_keys: Iterable[str]) -> str:
-    """Return the name of a run's line: its algorithm, and the values of its swept keys.
-
-    `omitted_keys` are left out, because a panel or an axis shows them.
-    """
-    values = {key: value for key, value in run.point.items() if key not in {*omitted_keys}}
-    texts = [f"{key}={value_text(value)}" for key, value in values.items()]
+def line(run: FinishedRun, axis_key: str) -> str:
+    """Return the name of a run's line: its algorithm, and the values of its swept keys except the key of the axis."""
+    texts = [f"{key}={value_text(value)}" for key, value in run.point.items() if key != axis_key]
     return " ".join([spelled(run.algorithm or run.label), *texts])
 
 

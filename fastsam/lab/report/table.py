@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import csv
+import io
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from html import escape
 from textwrap import fill, wrap
 from typing import TYPE_CHECKING
 
@@ -33,6 +37,25 @@ class Table:
         marks = "|".join("---" if side == "l" else "---:" for side in self.sides)
         lines = ["|" + "".join(f" {cell} |" if cell else " |" for cell in map(_escape, row)) for row in self.lines()]
         return "\n".join([lines[0], f"|{marks}|", *lines[1:]])
+
+    def html(self) -> str:
+        """Return the table in HTML."""
+        head, *rows = self.lines()
+        lines = ["".join(f"<th>{escape(cell)}</th>" for cell in head)]
+        lines += ["".join(f"<td>{escape(cell)}</td>" for cell in row) for row in rows]
+        return "<table>\n" + "".join(f"<tr>{line}</tr>\n" for line in lines) + "</table>"
+
+    def csv(self) -> str:
+        """Return the table as comma-separated values."""
+        output = io.StringIO()
+        csv.writer(output, lineterminator="\n").writerows(self.lines())
+        return output.getvalue()
+
+    def tex(self) -> str:
+        """Return the table as a `tabular` of LaTeX."""
+        head, *rows = (" & ".join(map(_tex, row)) + r" \\" for row in self.lines())
+        lines = [rf"\begin{{tabular}}{{{self.sides}}}", r"\hline", head, r"\hline", *rows, r"\hline", r"\end{tabular}"]
+        return "\n".join(lines) + "\n"
 
     @property
     def widths(self) -> list[int]:
@@ -100,3 +123,17 @@ def _escape(cell: str) -> str:
     """Return a cell without what Markdown would take for markup of a table or of HTML; code stays as it is."""
     text = cell.replace("|", "\\|")
     return text if "`" in text else text.replace("<", "&lt;")
+
+
+_TEX = {
+    **{c: f"\\{c}" for c in "&%$#_{}"}, "\\": r"\textbackslash{}", "~": r"\textasciitilde{}",
+    "^": r"\textasciicircum{}", "|": r"\textbar{}",
+    "<": r"\textless{}", ">": r"\textgreater{}", "–": "--", "†": r"\dag{}",
+    "±": r"$\pm$", "×": r"$\times$", "−": "$-$", "ρ": r"$\rho$", "σ": r"$\sigma$", "δ": r"$\delta$",
+    "ε": r"$\varepsilon$", "φ": r"$\varphi$", "α": r"$\alpha$", "β": r"$\beta$",
+}  # fmt: skip
+
+
+def _tex(cell: str) -> str:
+    """Return a cell with LaTeX's commands in place of the characters that LaTeX does not print."""
+    return re.sub("|".join(map(re.escape, _TEX)), lambda match: _TEX[match[0]], cell)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,14 +12,13 @@ from fastsam.fed.common.atomic_files import make_directory, write_json
 from fastsam.fed.rundir.checkpoint import RunDirectoryError
 from fastsam.lab import compare
 from fastsam.lab.config import ConfigError
+from fastsam.lab.report.files import COMPARISON_FILES
 from fastsam.lab.reproduce import ordering, runner
 from fastsam.lab.reproduce.page import document, record
 from fastsam.lab.reproduce.table import load
 
 if TYPE_CHECKING:
     from rich.console import Console
-
-FILES = {"report": "report.html", "report (text)": "report.md", "summary": "summary.json"}
 
 
 def reproduce(
@@ -28,73 +27,42 @@ def reproduce(
 ) -> tuple[int, dict[str, Path]]:  # fmt: skip
     """Run a table and write its report. Return 1 if a run failed, else 0; and the report's files by name.
 
-    Args:
-        name: name of the table.
-        scale: scale of the runs; None for the paper's.
-        seeds: seeds of the runs; None for the table's.
-        flags: keys of the config that override the table's.
-        directory: directory of the runs and the report.
-        resume: continue interrupted runs in `directory`.
-        console: console of the progress.
-
-    Raises:
-        ConfigError: a key, a seed or a flag cannot be used.
-        RunDirectoryError: the directory is in use by other runs.
-        FileNotFoundError: data are missing.
+    Without `scale` the setting is the paper's; without `seeds` the seeds are the table's. `flags` override keys of the
+    config. Raises ConfigError if one of them cannot be used, RunDirectoryError if the directory has other runs, and
+    FileNotFoundError if data are missing.
     """
+    if seeds is not None and not seeds:
+        raise ConfigError("--seeds takes integers such as 0,1,2, got ''")
     table = load(name, scale)
-    numbers = table.seeds if seeds is None else _numbers(seeds)
-    plans = runner.plans(table, flags, numbers)
-    request = {"reproduce": name, "scale": scale, "seeds": list(numbers), "flags": list(flags)}
-    _check_directory(plans, request, directory, resume)
+    plans = runner.plans(table, flags, table.seeds if seeds is None else seeds)
+    numbers = list(next(iter(plans.values())).seeds)
+    request = {"reproduce": name, "scale": scale, "seeds": numbers, "flags": list(flags)}
+    if not compare.is_new(directory, resume):
+        old_request = compare.config_of(directory)
+        if (old_request.get("reproduce"), old_request.get("scale")) != (name, scale):
+            command = _command({**request, "flags": [], "seeds": []})
+            raise RunDirectoryError(f"{directory} is not a directory of `{command}`; choose another --run-dir")
+        for part, plan in plans.items():
+            compare.check_directory(plan, directory / part.slug, resume)
     runner.check_data(plans)
     make_directory(directory)
     write_json(directory / "config.json", request)
     repeat_command = _command(request)
     try:
-        outcomes = runner.run(table, plans, directory, resume, console)
+        outcomes = runner.run(table, plans, directory, resume, console, repeat_command)
     except KeyboardInterrupt:
         resume_command = f"{repeat_command} --run-dir {shlex.quote(str(directory))} --resume"
         raise KeyboardInterrupt(f"Continue with:\n  {resume_command}") from None
-    report = document(table, plans, outcomes, directory, repeat_command)
+    report = document(table, plans, outcomes, repeat_command)
     report.write(directory)
-    results = {"cells": record(table, outcomes), "ordering": ordering.record(table, outcomes)}
-    write_json(directory / "summary.json", {**request, "title": report.title, **results})
+    claims = [asdict(claim) | {"verdict": claim.verdict} for claim in ordering.claims(table, outcomes)]
+    results = {"title": report.title, "cells": record(table, outcomes), "claims": claims}
+    write_json(directory / "summary.json", request | results)
     console.print(report.title, soft_wrap=True)
-    for part in report.tables:
-        part.show(console)
-    paths = {name: directory / file for name, file in FILES.items()}
-    paths |= {figure.path.stem: figure.path for figure in report.figures}
-    return 1 if any(outcome.failures for outcome in outcomes.values()) else 0, paths
-
-
-def _numbers(seeds: Sequence[str]) -> list[int]:
-    try:
-        numbers = [int(seed) for seed in seeds]
-    except ValueError:
-        numbers = []
-    if not numbers:
-        raise ConfigError(f"--seeds takes integers such as 0,1,2, got {','.join(seeds)!r}")
-    return numbers
-
-
-def _check_directory(plans: Mapping[Any, Any], request: Mapping[str, Any], directory: Path, resume: bool) -> None:
-    """Check that the directory is new or empty, or has earlier runs of the same table at the same scale.
-
-    Raises RunDirectoryError if the directory has other content, or it is not empty and `resume` is False.
-    """
-    if compare.is_new(directory, resume):
-        return
-    try:
-        old_request = json.loads((directory / "config.json").read_text())
-    except (OSError, ValueError):
-        old_request = {}
-    keys = ("reproduce", "scale")
-    if not isinstance(old_request, dict) or any(old_request.get(key) != request[key] for key in keys):
-        command = _command({**request, "flags": [], "seeds": []})
-        raise RunDirectoryError(f"{directory} is not a directory of `{command}`; choose another --run-dir")
-    for part, plan in plans.items():
-        compare.check_directory(plan, directory / part.slug, resume)
+    for text_table in report.tables:
+        text_table.show(console)
+    has_failed = any(outcome.failures for outcome in outcomes.values())
+    return int(has_failed), {name: directory / file for name, file in COMPARISON_FILES.items()}
 
 
 def _command(request: Mapping[str, Any]) -> str:

@@ -1,4 +1,4 @@
-"""The paper's ordering of methods compared with ours: claims that held, their margins and seeds.
+"""The paper's ordering of methods compared with ours.
 
 A claim: in a section of a table, by one metric, a method that the paper proposes is ahead of another method. Sizes of
 scaled runs cannot be compared with the paper's, the order of methods can.
@@ -6,26 +6,18 @@ scaled runs cannot be compared with the paper's, the order of methods can.
 
 from __future__ import annotations
 
-import itertools
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from itertools import product
 
 import numpy as np
 
 from fastsam.lab.plots.curves import deviation
 from fastsam.lab.report.finished import spelled
 from fastsam.lab.report.table import Table as TextTable
-from fastsam.lab.reproduce.metrics import (
-    METRICS,
-    failed_seeds,
-    failure_text,
-    groups_of,
-    seeds_of,
-    values_by_seed,
-)
+from fastsam.lab.reproduce.metrics import METRICS, groups_of, values_by_seed
 from fastsam.lab.reproduce.runner import Outcome
 from fastsam.lab.reproduce.table import PaperTable, Part, Section
 
@@ -34,6 +26,7 @@ PROPOSED_METHODS = {  # by paper
     "fedlesam": ("fedlesam", "fedlesam-s", "fedlesam-d"),
     "fedgmt": ("fedgmt",),
 }
+FAILED, TIED, HELD = "Did not hold", "Undecided, by one test sample or less", "Held"  # in the order of the report
 Outcomes = Mapping[Part, Outcome]
 
 
@@ -43,23 +36,20 @@ class Claim:
 
     section: str
     metric: str
-    winner: str  # the better method in the paper
-    loser: str  # the method that it is compared with
+    winner: str
+    loser: str
     columns: int  # number of the section's columns in which the paper has `winner` ahead
     paper_margin: float  # mean margin over these columns in the paper
     measured_margins: tuple[float, ...]  # mean margin over these columns in our runs, one number per seed
     sample: float = 0.0  # margin of one test sample, or 0 for numbers that are not accuracies
-    failed_seeds: tuple[int, ...] = ()  # seeds without a run of one of the two methods
 
     @property
-    def is_tie(self) -> bool:
-        """Return True if the mean margin over the seeds is one sample or less, in either direction."""
-        return bool(self.measured_margins) and abs(float(np.mean(self.measured_margins))) <= self.sample + 1e-9
-
-    @property
-    def is_reproduced(self) -> bool:
-        """Return True if `winner` is ahead in our runs too, on the mean over the seeds."""
-        return bool(self.measured_margins) and not self.is_tie and float(np.mean(self.measured_margins)) > 0
+    def verdict(self) -> str:
+        """Return whether `winner` is ahead in our runs too, on the mean over the seeds; "" without runs."""
+        if not self.measured_margins:
+            return ""
+        margin = float(np.mean(self.measured_margins))
+        return TIED if abs(margin) <= self.sample + 1e-9 else HELD if margin > 0 else FAILED
 
 
 def number_of(text: str) -> float | None:
@@ -82,70 +72,25 @@ def multiple_of(text: str, base: str) -> float | None:
 def claims(table: PaperTable, outcomes: Outcomes) -> list[Claim]:
     """Return the claims about the methods that the paper proposes, without cells that cannot be trusted."""
     methods = [name for name in PROPOSED_METHODS[table.name.partition("-")[0]] if name in table.algorithms]
-    claim_list = []
-    for section, metric in itertools.product(table.sections, table.metrics):
-        paper_numbers = _paper_numbers(table, section, metric)
-        measured_numbers = _measured_numbers(table, section, metric, outcomes)
-        for winner, loser in itertools.product(methods, table.algorithms):
-            margins: dict[int, float] = {}
-            for column in range(len(section.columns)):
-                better, worse = (paper_numbers.get((column, name)) for name in (winner, loser))
-                if better is not None and worse is not None and better > worse:
-                    margins[column] = better - worse
-            if margins:
-                pairs = [(measured_numbers[c, winner], measured_numbers[c, loser]) for c in margins]
-                means, failed = _margins(pairs), _failed_seeds(section, [*margins], (winner, loser), outcomes)
-                mean = float(np.mean(list(margins.values())))
-                parts = [part for column in margins for part in section.columns[column].parts if part in outcomes]
-                samples = min((outcomes[part].samples for part in parts), default=0)
-                sample = 100 / samples if samples and METRICS[metric].direction > 0 else 0.0
-                claim_list.append(
-                    Claim(section.title, metric, winner, loser, len(margins), mean, means, sample, failed)
-                )
-    return claim_list
-
-
-def text_tables(table: PaperTable, outcomes: Outcomes) -> list[TextTable]:
-    """Return the tables of claims. Claims that did not hold come first.
-
-    The list is empty if the paper prints no numbers or no run was finished.
-    """
-    all_claims = claims(table, outcomes)
-    measured_claims = [claim for claim in all_claims if claim.measured_margins]
-    count = len(measured_claims)
-    if not count:
-        return []
-    note = (
-        "Margins are in favour of the first method, means over the columns in which the paper has it ahead; ours with "
-        "their standard deviation over the seeds."
-    )
-    if table.scale is not None:
-        note += f" Ours are of the scaled run on {table.scale}: only their sign can be compared."
-    if missing_count := len(all_claims) - count:
-        note += f" {missing_count} claim{'s' * (missing_count > 1)} more: a run failed or a target was not reached."
-    kinds: dict[str, list[Claim]] = {"Did not hold": [], "Undecided, by one test sample or less": [], "Held": []}
-    for claim in sorted(measured_claims, key=lambda claim: (claim.metric, claim.section, -claim.paper_margin)):
-        kinds[[*kinds][1 if claim.is_tie else 2 if claim.is_reproduced else 0]].append(claim)
-    head = ["claim", "where", "paper: by", "ours: by", "seeds in favour"]
-    return [
-        TextTable(f"{verdict}: {len(group)} of {count} claims", head, [_row(claim, table) for claim in group], note)
-        for verdict, group in kinds.items()
-        if group
-    ]
-
-
-def record(table: PaperTable, outcomes: Outcomes) -> dict[str, Any]:
-    """Return the claims for summary.json."""
-    return {"claims": [_claim_record(claim) for claim in claims(table, outcomes)]}
-
-
-def _claim_record(claim: Claim) -> dict[str, Any]:
-    """Return a claim with the names of summary.json."""
-    return {
-        "section": claim.section, "metric": claim.metric, "ahead": claim.winner, "other": claim.loser,
-        "columns": claim.columns, "paper": claim.paper_margin, "ours": claim.measured_margins, "sample": claim.sample,
-        "failed_seeds": claim.failed_seeds, "held": claim.is_reproduced, "undecided": claim.is_tie,
-    }  # fmt: skip
+    result = []
+    for section, metric in product(table.sections, table.metrics):
+        paper, ours = _paper_numbers(table, section, metric), _measured_numbers(table, section, metric, outcomes)
+        for winner, loser in product(methods, table.algorithms):
+            gaps = {i: paper.get((i, winner), math.nan) - paper.get((i, loser), math.nan)
+                    for i in range(len(section.columns))}  # fmt: skip
+            columns = [i for i, gap in gaps.items() if gap > 0]
+            if not columns:
+                continue
+            by_seed = [{seed: a - ours[i, loser][seed] for seed, a in ours[i, winner].items() if seed in ours[i, loser]}
+                       for i in columns]  # fmt: skip
+            seeds = sorted(set.intersection(*map(set, by_seed)))
+            margins = tuple(float(np.mean([column[seed] for column in by_seed])) for seed in seeds)
+            parts = [part for i in columns for part in section.columns[i].parts if part in outcomes]
+            samples = min((outcomes[part].samples for part in parts), default=0)
+            sample = 100 / samples if samples and METRICS[metric].direction > 0 else 0.0
+            paper_margin = float(np.mean([gaps[i] for i in columns]))
+            result.append(Claim(section.title, metric, winner, loser, len(columns), paper_margin, margins, sample))
+    return result
 
 
 def _paper_numbers(table: PaperTable, section: Section, metric: str) -> dict[tuple[int, str], float]:
@@ -154,11 +99,10 @@ def _paper_numbers(table: PaperTable, section: Section, metric: str) -> dict[tup
     Cells without a number and cells that cannot be trusted are left out.
     """
     kind, numbers = METRICS[metric], {}
-    for name, i in itertools.product(section.published, range(len(section.columns))):
-        text, doubts = table.published(section, i, name, metric)
-        base, _ = table.published(section, i, "fedavg", metric)
-        uses_base = kind.shows_multiple or kind.is_multiple
-        number = multiple_of(text or "", base or "") if uses_base else number_of(text or "")
+    for name, i in product(section.published, range(len(section.columns))):
+        (text, doubts), (base, _) = (table.published(section, i, n, metric) for n in (name, "fedavg"))
+        is_relative = kind.shows_multiple or kind.is_multiple
+        number = multiple_of(text or "", base or "") if is_relative else number_of(text or "")
         if number is not None and not doubts:
             numbers[i, name] = kind.direction * number
     return numbers
@@ -166,58 +110,51 @@ def _paper_numbers(table: PaperTable, section: Section, metric: str) -> dict[tup
 
 def _measured_numbers(
     table: PaperTable, section: Section, metric: str, outcomes: Outcomes
-) -> dict[tuple[int, str], dict[int, float | None]]:
-    """Return the number of each finished seed by column and algorithm, with signs such that larger is better.
+) -> dict[tuple[int, str], dict[int, float]]:
+    """Return the numbers of the seeds that have one by column and algorithm, with signs such that larger is better.
 
     If the paper prints multiples of FedAvg's number, ours are multiples of FedAvg's mean.
     """
-    kind, numbers_by_cell = METRICS[metric], {}
+    kind, result = METRICS[metric], {}
     for i, column in enumerate(section.columns):
         groups = {name: groups_of(column, name, outcomes) for name in table.algorithms}
-        seed_numbers = {name: values_by_seed(kind, group, column.target) for name, group in groups.items()}
+        values = {name: values_by_seed(kind, group, column.target) for name, group in groups.items()}
         unit = float(kind.direction)
         if kind.shows_multiple or kind.is_multiple:
-            base = [v for v in seed_numbers["fedavg"].values() if v is not None]
-            is_complete = base and len(base) == len(seed_numbers["fedavg"])
-            unit = kind.direction / float(np.mean(base)) if is_complete else math.nan
-        for name, values in seed_numbers.items():
-            numbers_by_cell[i, name] = {
-                seed: None if v is None or math.isnan(unit) else unit * v for seed, v in values.items()
-            }
-    return numbers_by_cell
+            base = [math.nan if v is None else v for v in values["fedavg"].values()]
+            unit /= float(np.mean(base)) if base else math.nan
+        for name, numbers in values.items():
+            result[i, name] = {s: unit * v for s, v in numbers.items() if v is not None and not math.isnan(unit)}
+    return result
 
 
-Numbers = Mapping[int, float | None]  # by seed
+def text_tables(table: PaperTable, outcomes: Outcomes) -> list[TextTable]:
+    """Return the tables of claims. Claims that did not hold come first.
 
-
-def _margins(columns: Sequence[tuple[Numbers, Numbers]]) -> tuple[float, ...]:
-    """Return the mean margin of each seed for which both methods have a number in all columns."""
-    means = []
-    for seed in columns[0][0]:
-        pairs = [(winner.get(seed), loser.get(seed)) for winner, loser in columns]
-        margins = [a - b for a, b in pairs if a is not None and b is not None]
-        if len(margins) == len(pairs):
-            means.append(float(np.mean(margins)))
-    return tuple(means)
-
-
-def _failed_seeds(
-    section: Section, columns: Sequence[int], methods: Sequence[str], outcomes: Outcomes
-) -> tuple[int, ...]:
-    """Return the seeds without a run of one of the methods in one of the columns."""
-    failed: set[int] = set()
-    for column, name in itertools.product([section.columns[c] for c in columns], methods):
-        failed |= {*failed_seeds(groups_of(column, name, outcomes), seeds_of(column, outcomes))}
-    return tuple(sorted(failed))
+    The list is empty if the paper prints no numbers or no run was finished.
+    """
+    all_claims = sorted(claims(table, outcomes), key=lambda claim: (claim.metric, claim.section, -claim.paper_margin))
+    count = sum(bool(claim.verdict) for claim in all_claims)
+    note = (
+        "Margins are in favour of the first method, means over the columns in which the paper has it ahead; ours with "
+        "their standard deviation over the seeds."
+    )
+    if table.scale is not None:
+        note += f" Ours are of the scaled run on {table.scale}: only their sign can be compared."
+    if missing := len(all_claims) - count:
+        note += f" {missing} claim{'s' * (missing > 1)} more: a run failed or a target was not reached."
+    head, tables = ["claim", "where", "paper: by", "ours: by", "seeds in favour"], []
+    for verdict in (FAILED, TIED, HELD):
+        rows = [_row(claim, table) for claim in all_claims if claim.verdict == verdict]
+        tables += [TextTable(f"{verdict}: {len(rows)} of {count} claims", head, rows, note)] if rows else []
+    return tables
 
 
 def _row(claim: Claim, table: PaperTable) -> list[str]:
-    spread = f" ± {float(deviation(claim.measured_margins)):.3g}" if len(claim.measured_margins) > 1 else ""
-    names = f"{spelled(claim.winner)} over {spelled(claim.loser)}"
+    margins = claim.measured_margins
+    spread = f" ± {float(deviation(margins)):.3g}" if len(margins) > 1 else ""
     metric = f", {METRICS[claim.metric].head}" if len(table.metrics) > 1 else ""
     place = f"{claim.section}{metric}, {claim.columns} column{'s' * (claim.columns > 1)}"
-    favour_count = sum(margin > 0 for margin in claim.measured_margins)
-    margin = f"{np.mean(claim.measured_margins):.3g}{spread}"
-    favour = f"{favour_count} of {len(claim.measured_margins)}"
-    failure = failure_text(claim.failed_seeds)
-    return [names, place, f"{claim.paper_margin:.3g}", margin, favour + (f" ({failure})" if failure else "")]
+    favour = f"{sum(margin > 0 for margin in margins)} of {len(margins)}"
+    names = f"{spelled(claim.winner)} over {spelled(claim.loser)}"
+    return [names, place, f"{claim.paper_margin:.3g}", f"{np.mean(margins):.3g}{spread}", favour]

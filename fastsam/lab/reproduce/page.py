@@ -1,178 +1,83 @@
-"""The report of a table: published cells next to our cells, the changes of a scaled run, and the figures."""
+"""The report of a table: published cells next to our cells, the changes of a scaled run, and the order of methods."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
-from dataclasses import replace
 from itertools import product
-from pathlib import Path
 from typing import Any
 
-from fastsam.fed.measures.surface import RADIUS
+import numpy as np
+
 from fastsam.lab.compare import Plan
-from fastsam.lab.plots import surfaces
-from fastsam.lab.report.document import Document, Figure
-from fastsam.lab.report.files import draw_ablations, draw_plots
+from fastsam.lab.report.document import Document
 from fastsam.lab.report.finished import spelled
 from fastsam.lab.report.table import Table as TextTable
-from fastsam.lab.report.tables import accuracy, last_measures
 from fastsam.lab.reproduce import ordering
-from fastsam.lab.reproduce.metrics import DASH, METRICS, cell, failed_seeds, groups_of, seeds_of
+from fastsam.lab.reproduce.metrics import DASH, METRICS, cell, groups_of
 from fastsam.lab.reproduce.runner import Outcome, changes
 from fastsam.lab.reproduce.table import Column, PaperTable, Part, Section
 
-_MOST_PAIRS = 4  # pairs of columns side by side: more do not fit a page
 Outcomes = Mapping[Part, Outcome]
 
 
-def document(
-    table: PaperTable, plans: Mapping[Part, Plan], outcomes: Outcomes, directory: Path, command: str
-) -> Document:
-    """Return the report. Its figures are drawn into `directory`."""
-    title = f"{table.name}: {table.title}"
+def document(table: PaperTable, plans: Mapping[Part, Plan], outcomes: Outcomes, command: str) -> Document:
+    """Return the report. The parts of a figure have reports of their own, with the figures."""
+    title, scale = f"{table.name}: {table.title}", "the paper's"
     if table.scale is not None:
         title += f" (scaled to {table.scale}: not the paper's setting)"
-    comparisons = text_tables(table, outcomes) or _plain_tables(table, outcomes)
-    difference = _changes(table, plans)
-    facts: dict[str, Any] = {"source": table.source, "scale": _scale(table)}
+        scale = f"{table.scale}, in another setting. Our numbers cannot be compared with the paper's in size"
+    facts: dict[str, Any] = {"source": table.source, "scale": scale}
     facts["seeds"] = ", ".join(map(str, next(iter(plans.values())).seeds))
     facts |= {"data at the paper's scale": ", ".join(table.needs)} | ({"note": table.note} if table.note else {})
     facts |= {f"failed: {name}": text for outcome in outcomes.values() for name, text in outcome.failures.items()}
-    run_paths = [
-        (f"{part.title}: {spelled(run.label)}, seed {run.seed}", os.path.relpath(run.run_dir, directory))
-        for part, outcome in outcomes.items()
-        for run in outcome.runs
-    ]
-    all_tables = [*comparisons, *([difference] if difference else [])]
-    all_tables += ordering.text_tables(table, outcomes)
-    return Document(title, facts, all_tables, _figures(table, outcomes, directory), run_paths, command)
+    tables = [_cells(table, section, outcomes) for section in table.sections if table.metrics]
+    tables += [_classes(part, outcome.counts) for part, outcome in outcomes.items() if "classes" in table.figures]
+    if rows := changes(table, plans):
+        note = "From the resolved configs of both; what only says where and how a run is computed is left out."
+        head = ["key", "paper", "here", "where"]
+        tables.append(TextTable("What this run changes in the paper's setting", head, rows, note))
+    tables += ordering.text_tables(table, outcomes)
+    return Document(title, facts, tables, (), [(part.title, part.slug) for part in outcomes], command)
 
 
-def _scale(table: PaperTable) -> str:
-    if table.scale is None:
-        return "the paper's"
-    return (
-        f"{table.scale}: small data, small models, few clients and rounds. Our numbers cannot be compared with the "
-        f"paper's in size"
-    )
-
-
-def text_tables(table: PaperTable, outcomes: Outcomes) -> list[TextTable]:
-    """Return the tables of published cells next to our cells, in blocks narrow enough to be read.
-
-    The list is empty for a table without metrics.
-    """
-    tables = []
-    for section in table.sections if table.metrics else ():
-        columns_per_block = max(1, _MOST_PAIRS // len(table.metrics))
-        blocks = -(-len(section.columns) // columns_per_block)
-        size = -(-len(section.columns) // blocks)
-        starts = range(0, len(section.columns), size)
-        tables += [_block(table, section, range(s, min(s + size, len(section.columns))), outcomes) for s in starts]
-    return tables
-
-
-def _block(table: PaperTable, section: Section, columns: range, outcomes: Outcomes) -> TextTable:
-    """Return a table of some columns of a section. Cells that cannot be trusted are numbered; the note has reasons."""
+def _cells(table: PaperTable, section: Section, outcomes: Outcomes) -> TextTable:
+    """Return a section's published cells next to ours. Cells that cannot be trusted are numbered; the note has
+    reasons."""
     head, reasons = ["algorithm"], dict[str, int]()
-    for i in columns:
-        for name in table.metrics:
-            metric = METRICS[name].head if len(table.metrics) > 1 else ""
-            label = ", ".join(part for part in (section.columns[i].name, metric) if part)
-            head += [f"{label}: paper", f"{label}: {_measured_head(table, section.columns[i], name)}"]
+    pairs = list(product(enumerate(section.columns), table.metrics))
+    for (_, column), name in pairs:
+        label = ", ".join([column.name, METRICS[name].head][: len(table.metrics)])
+        ours = "ours" if table.scale is None else f"ours ({table.scale}"
+        if table.scale is not None:
+            is_until = METRICS[name].uses_target and column.target is not None
+            ours += f", to {100 * (column.target or 0):g} %)" if is_until else ")"
+        head += [f"{label}: paper", f"{label}: {ours}"]
     rows = []
     for algorithm in table.algorithms:
         row = [spelled(algorithm)]
-        for i in columns:
-            for name in table.metrics:
-                text, doubts = table.published(section, i, algorithm, name)
-                marks = "".join(f" †{reasons.setdefault(reason, len(reasons) + 1)}" for reason in doubts if text)
-                row.append((text or DASH) + marks)
-                row.append(measured_cell(section.columns[i], algorithm, name, outcomes)[1])
+        for (i, column), name in pairs:
+            text, doubts = table.published(section, i, algorithm, name)
+            marks = "".join(f" †{reasons.setdefault(reason, len(reasons) + 1)}" for reason in doubts if text)
+            row += [(text or DASH) + marks, measured_cell(column, algorithm, name, outcomes)[1]]
         rows.append(row)
-    note = f"{_cells_note(table)} {table.note}".strip()
+    note = "Ours: means over the seeds, of accuracies with ± their standard deviation over the seeds. In parentheses: "
+    note += f"standard deviation over the clients, or the multiple of FedAvg's number. {table.note}".strip()
     reason_list = "; ".join(f"†{number}: {reason}" for reason, number in reasons.items())
     return TextTable(section.title, head, rows, f"{note} Not to be trusted – {reason_list}." if reason_list else note)
-
-
-def _measured_head(table: PaperTable, column: Column, metric: str) -> str:
-    """Return the head of our cells, which names differences from the paper's."""
-    if table.scale is None:
-        return "ours"
-    has_target = METRICS[metric].uses_target and column.target is not None
-    return f"ours ({table.scale}, to {100 * (column.target or 0):g} %)" if has_target else f"ours ({table.scale})"
-
-
-def _cells_note(table: PaperTable) -> str:
-    spread = METRICS[table.metrics[0]].shows_deviation
-    text = "with several seeds the mean ± their standard deviation" if spread else "means over the seeds"
-    if any(METRICS[m].shows_multiple for m in table.metrics):
-        text += ", and in parentheses the multiple of FedAvg's"
-    if table.scale is None:
-        return f"Ours: {text}."
-    return f"Ours: {text}. Ours are of the scaled run on {table.scale}, in another setting than the paper's."
 
 
 def measured_cell(column: Column, algorithm: str, metric: str, outcomes: Outcomes) -> tuple[float | None, str]:
     """Return our number and its text."""
     groups, base = (groups_of(column, name, outcomes) for name in (algorithm, "fedavg"))
-    return cell(METRICS[metric], groups, base, column.target, seeds_of(column, outcomes))
+    seeds = {seed for part in column.parts for seed in outcomes[part].seeds}
+    return cell(METRICS[metric], groups, base, column.target, len(seeds))
 
 
-def _plain_tables(table: PaperTable, outcomes: Outcomes) -> list[TextTable]:
-    """Return tables of our numbers, for figures, because these print no numbers."""
-    tables = []
-    for part, outcome in outcomes.items():
-        candidates = [accuracy(outcome.runs), last_measures(outcome.runs)] if outcome.runs else []
-        part_tables = [part_table for part_table in candidates if part_table is not None]
-        tables += [replace(t, title=f"{_part_name(table, part)}: {t.title.lower()}") for t in part_tables]
-    return tables
-
-
-def _changes(table: PaperTable, plans: Mapping[Part, Plan]) -> TextTable | None:
-    """Return the table of our changes to the paper's setting, key by key."""
-    rows = changes(table, plans)
-    if not rows:
-        return None
-    note = "From the resolved configs of both; what only says where and how a run is computed is left out."
-    return TextTable("What this run changes in the paper's setting", ["key", "paper", "here", "where"], rows, note)
-
-
-def _figures(table: PaperTable, outcomes: Outcomes, directory: Path) -> list[Figure]:
-    """Draw the figures that the table names: the figures of each part, and all surfaces in one scale."""
-    figures: list[Figure] = []
-    for part, outcome in outcomes.items():
-        if not outcome.runs:
-            continue
-        name, prefix = _part_name(table, part), f"{part.slug}-"
-        part_figures = draw_plots(outcome.runs, {"": outcome.counts}, directory, name, table.figures, prefix)
-        if "ablations" in table.figures:
-            part_figures += draw_ablations(outcome.runs, directory, name, prefix)
-        figures += [Figure(f.path, f"{name}: {f.caption[0].lower()}{f.caption[1:]}") for f in part_figures]
-    grids = {
-        _surface_label(part, label, outcomes): grid
-        for part, o in outcomes.items()
-        for label, grid in o.surfaces.items()
-    }
-    if grids:
-        title = "" if table.scale is None else f"scaled to {table.scale}"
-        path = surfaces.surfaces(grids, RADIUS, directory / "surfaces.png", title)
-        caption = "Training loss around the final models of the first seed, in two random directions"
-        figures.append(Figure(path, caption))
-    return figures
-
-
-def _part_name(table: PaperTable, part: Part) -> str:
-    """Return the part's name in figures and above our tables.
-
-    It names the scale, so that a scaled result is not taken for the paper's.
-    """
-    return part.title if table.scale is None else f"{part.title} (scaled to {table.scale})"
-
-
-def _surface_label(part: Part, label: str, outcomes: Outcomes) -> str:
-    return spelled(label) if len(outcomes) == 1 else f"{spelled(label)}, {part.title.rpartition(', ')[2]}"
+def _classes(part: Part, counts: np.ndarray) -> TextTable:
+    """Return the folded table of the numbers of samples `[clients, classes]` of a part."""
+    rows = [[str(client), *map(str, row)] for client, row in enumerate(counts)]
+    head = ["client", *map(str, range(counts.shape[1]))]
+    return TextTable(f"{part.title}: who holds which classes", head, rows, is_folded=True)
 
 
 def record(table: PaperTable, outcomes: Outcomes) -> list[dict[str, Any]]:
@@ -180,11 +85,8 @@ def record(table: PaperTable, outcomes: Outcomes) -> list[dict[str, Any]]:
     cells = []
     for section in table.sections:
         for (i, column), metric, algorithm in product(enumerate(section.columns), table.metrics, table.algorithms):
-            head = {"section": section.title, "column": column.name, "algorithm": algorithm, "metric": metric}
+            names = {"section": section.title, "column": column.name, "algorithm": algorithm, "metric": metric}
             paper, doubts = table.published(section, i, algorithm, metric)
-            number = measured_cell(column, algorithm, metric, outcomes)[0]
-            failed = failed_seeds(groups_of(column, algorithm, outcomes), seeds_of(column, outcomes))
-            cells.append(
-                {**head, "paper": paper, "not_to_be_trusted": doubts, "ours": number, "failed_seeds": list(failed)}
-            )
+            number, text = measured_cell(column, algorithm, metric, outcomes)
+            cells.append({**names, "paper": paper, "not_to_be_trusted": doubts, "ours": number, "text": text})
     return cells

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -17,6 +17,7 @@ from fastsam.fed.loop.options import RESUMABLE
 from fastsam.lab import compare, experiment
 from fastsam.lab.compare import Plan
 from fastsam.lab.config import parse_flags, resolve
+from fastsam.lab.report.files import write_comparison
 from fastsam.lab.report.finished import FinishedRun
 from fastsam.lab.reproduce.table import PaperTable, Part, source
 from fastsam.lab.run_config import RunConfig, short_name
@@ -28,32 +29,23 @@ if TYPE_CHECKING:
 TECHNICAL = RESUMABLE - {"rounds", "max_excluded", "on_client_error"}
 TECHNICAL |= {"name", "data_dir", "download", "device", "backend", "eval_every", "seed"}
 
-_MOST_PLACES = 4  # places that a change names before it counts the others
-
 
 @dataclass(frozen=True)
 class Outcome:
-    """The finished runs of a part, and the data of its figures."""
+    """The finished runs of a part, and facts of its data."""
 
     runs: Sequence[FinishedRun]
     failures: Mapping[str, str]  # reason of each failed run, by the run's name
     counts: np.ndarray  # numbers of samples, `[clients, classes]`
-    surfaces: Mapping[str, np.ndarray]  # loss surfaces by label
     samples: int = 0  # number of test samples, 0 if unknown
     seeds: Sequence[int] = ()  # seeds of the runs, failed runs included
 
 
-def plans(table: PaperTable, flags: Sequence[str], seeds: Sequence[int]) -> dict[Part, Plan]:
+def plans(table: PaperTable, flags: Sequence[str], seeds: Sequence[int | str]) -> dict[Part, Plan]:
     """Return the comparison of each part, all checked.
 
-    Args:
-        table: the table.
-        flags: keys that override the keys of config files. A key in an algorithm's table applies to the parts that
-            run this algorithm.
-        seeds: seeds of the runs.
-
-    Raises:
-        ConfigError: a key cannot be used.
+    `flags` override keys of config files. A key in an algorithm's table applies to the parts that run this algorithm.
+    Raises ConfigError if a key or a seed cannot be used.
     """
     flat, tables = parse_flags(flags)
     plans_by_part = {}
@@ -69,29 +61,28 @@ def plans(table: PaperTable, flags: Sequence[str], seeds: Sequence[int]) -> dict
 
 def check_data(plans: Mapping[Part, Plan]) -> None:
     """Open each data set once, so that a missing archive raises FileNotFoundError before anything runs."""
-    first_configs: dict[Any, RunConfig] = {}
-    for config in (plan.configs[0] for plan in plans.values()):
-        first_configs.setdefault((config.data, config.data_dir), config)
-    for config in first_configs.values():
+    configs = [plan.configs[0] for plan in plans.values()]
+    for config in {(config.data, config.data_dir): config for config in configs}.values():
         experiment.load_data(config)
 
 
 def run(
-    table: PaperTable, plans: Mapping[Part, Plan], directory: Path, resume: bool, console: Console
+    table: PaperTable, plans: Mapping[Part, Plan], directory: Path, resume: bool, console: Console, command: str = ""
 ) -> dict[Part, Outcome]:
-    """Run all parts, one after the other.
+    """Run all parts, one after the other. The parts of a figure get reports, which name `command`.
 
     A run that fails does not stop the remaining runs. If no run of a part was finished, its outcome has no runs.
     """
     outcomes = {}
     for number, (part, plan) in enumerate(plans.items(), 1):
-        text = f"[{number}/{len(plans)}] {part.title}: {len(plan.runs)} runs"
-        console.print(text, soft_wrap=True)
-        outcomes[part] = _run_part(table, part, plan, directory / part.slug, resume)
+        console.print(f"[{number}/{len(plans)}] {part.title}: {len(plan.runs)} runs", soft_wrap=True)
+        outcomes[part] = _run_part(table, part, plan, directory / part.slug, resume, command)
     return outcomes
 
 
-def _run_part(table: PaperTable, part: Part, plan: Plan, directory: Path, resume: bool) -> Outcome:
+def _run_part(
+    table: PaperTable, part: Part, plan: Plan, directory: Path, resume: bool, command: str
+) -> Outcome:  # fmt: skip
     from rich.console import Console
 
     data = compare.load_all(plan)
@@ -103,30 +94,28 @@ def _run_part(table: PaperTable, part: Part, plan: Plan, directory: Path, resume
     data_set = data[compare.data_key(plan.configs[0])]
     if "train" in table.metrics:
         finished_runs = [_with_train_accuracy(run, plan, data) for run in finished_runs]
-    grids: Mapping[str, np.ndarray] = {}
-    if "surfaces" in table.figures and finished_runs:
-        grids = compare.surfaces(plan, data, finished_runs, table.surface_points, directory)
+    if table.figures and finished_runs:
+        has_surfaces = "surfaces" in table.figures
+        grids = compare.surfaces(plan, data, finished_runs, table.surface_points, directory) if has_surfaces else {}
+        title = part.title if table.scale is None else f"{part.title} (scaled to {table.scale})"
+        write_comparison(finished_runs, directory, title, compare.facts(plan, data), command, grids)
     samples = len(data_set.test[1]) if isinstance(data_set.test, tuple) else 0
-    return Outcome(finished_runs, errors, data_set.class_counts(), grids, samples, plan.seeds)
-
-
-def _with_train_accuracy(run: FinishedRun, plan: Plan, data: compare.Data) -> FinishedRun:
-    """Return the run with the accuracy of its final model on training samples in its summary.
-
-    The numbers are the mean and standard deviation over clients.
-    """
-    run_setup = compare.load_trained(plan, data, run)
-    accuracies = _client_accuracies(run_setup.model, run_setup.data, run_setup.config.device)
-    accuracy_summary = {"train_accuracy_mean": float(accuracies.mean()), "train_accuracy_std": float(accuracies.std())}
-    return replace(run, summary={**run.summary, **accuracy_summary})
+    return Outcome(finished_runs, errors, data_set.class_counts(), samples, plan.seeds)
 
 
 @torch.no_grad()
-def _client_accuracies(model: torch.nn.Module, data: FederatedData, device: torch.device | str | None) -> np.ndarray:
+def _with_train_accuracy(run: FinishedRun, plan: Plan, data: compare.Data) -> FinishedRun:
+    """Return the run with the accuracy of its final model on training samples in its summary: the mean and the standard
+    deviation over clients."""
+    run_setup = compare.load_trained(plan, data, run)
+    accuracies = client_accuracies(run_setup.model.eval().to(run_setup.config.device or "cpu"), run_setup.data)
+    summary = {"train_accuracy_mean": float(accuracies.mean()), "train_accuracy_std": float(accuracies.std())}
+    return replace(run, summary={**run.summary, **summary})
+
+
+def client_accuracies(model: torch.nn.Module, data: FederatedData) -> np.ndarray:
     """Return the accuracy on each client's training samples, `[clients]` in 0..1."""
-    model.eval().to(device or "cpu")
-    first = next(model.parameters())
-    accuracies = []
+    first, accuracies = next(model.parameters()), []
     for x, y in data.clients:
         inputs = x.to(first.dtype) if x.is_floating_point() else x
         parts = zip(inputs.split(512), y.split(512), strict=True)
@@ -135,49 +124,31 @@ def _client_accuracies(model: torch.nn.Module, data: FederatedData, device: torc
     return np.array(accuracies, dtype=np.float64)
 
 
-def changes(table: PaperTable, plans: Mapping[Part, Plan]) -> list[tuple[str, str, str, str]]:
-    """Return our changes to the paper's setting, from the resolved configs.
-
-    Each is a tuple (key, the paper's value, our value, affected parts).
-    """
-    parts_by_change: dict[tuple[str, str, str], dict[str, set[str]]] = {}
+def changes(table: PaperTable, plans: Mapping[Part, Plan]) -> list[list[str]]:
+    """Return our changes to the paper's setting, from the resolved configs: key, the paper's value, our value, and the
+    algorithms and the number of parts that it affects."""
+    places: dict[tuple[str, str, str], set[tuple[Part, str]]] = {}
     for part, plan in plans.items():
-        part_configs = {short_name(p.config.algorithm): p.config for p in reversed(plan.runs)}
+        configs = {short_name(p.config.algorithm): p.config for p in reversed(plan.runs)}
         swept_keys = {axis.key for axis in plan.sweep}
-        paper_source = source(part, table.name, at_paper=True)
         for name in part.algorithms:
-            for change in _differences(resolve(paper_source, name, part.algorithms), part_configs[name], swept_keys):
-                parts_by_change.setdefault(change, {}).setdefault(part.title, set()).add(name)
-    algorithms = {part.title: set(part.algorithms) for part in plans}
-    return [(*change, _affected_places(parts, algorithms)) for change, parts in parts_by_change.items()]
+            paper = resolve(source(part, table.name, at_paper=True), name, part.algorithms)
+            for change in _differences(paper, configs[name], swept_keys):
+                places.setdefault(change, set()).add((part, name))
+    return [[*change, _where(place, list(plans))] for change, place in places.items()]
+
+
+def _where(place: set[tuple[Part, str]], parts: Sequence[Part]) -> str:
+    affected_parts, names = {part for part, _ in place}, sorted({name for _, name in place})
+    text = "everywhere" if len(affected_parts) == len(parts) else f"{len(affected_parts)} of {len(parts)} parts"
+    is_of_all = len(place) == sum(len(part.algorithms) for part in affected_parts)
+    return text if is_of_all else f"{', '.join(names)}: {text}"
 
 
 def _differences(paper: RunConfig, config: RunConfig, swept_keys: set[str]) -> list[tuple[str, str, str]]:
     algorithm = short_name(paper.algorithm)
-    paper_record, config_record = paper.record(), config.record()
-    keys = dict.fromkeys([*paper_record, *config_record])
-    pairs = [(key, paper_record.get(key), config_record.get(key)) for key in keys]
-    pairs += [(f"{algorithm}.{key}", paper.options[key], config.options[key]) for key in paper.options]
+    records = [c.record() | {f"{algorithm}.{key}": value for key, value in c.options.items()} for c in (paper, config)]
     ignored_keys = TECHNICAL | swept_keys | {algorithm} | {f"{algorithm}.{key}" for key in swept_keys}
-    text_pairs = [(key, _text(a), _text(b)) for key, a, b in pairs if key not in ignored_keys]
-    return [(key, a, b) for key, a, b in text_pairs if a != b]
-
-
-def _text(value: Any) -> str:
-    return "–" if value is None or value == {} else str(value)
-
-
-def _affected_places(affected_parts: Mapping[str, set[str]], all_parts: Mapping[str, set[str]]) -> str:
-    """Return the names of parts or whole sections, and of algorithms if a change does not affect all of them."""
-    names = []
-    for part in affected_parts:
-        section = part.rpartition(", ")[0]
-        section_parts = {title for title in all_parts if section and title.startswith(f"{section}, ")}
-        names.append(section if len(section_parts) > 1 and section_parts <= affected_parts.keys() else part)
-    names = list(dict.fromkeys(names))
-    place_text = "everywhere" if len(affected_parts) == len(all_parts) else "; ".join(names[:_MOST_PLACES])
-    if len(names) > _MOST_PLACES and len(affected_parts) < len(all_parts):
-        place_text += f"; and {len(names) - _MOST_PLACES} more"
-    if all(affected_parts[part] == all_parts[part] for part in affected_parts):
-        return place_text
-    return f"{', '.join(sorted(set().union(*affected_parts.values())))}: {place_text}"
+    keys = [key for key in dict.fromkeys(key for record in records for key in record) if key not in ignored_keys]
+    texts = [(key, *("–" if r.get(key) in (None, {}) else str(r[key]) for r in records)) for key in keys]
+    return [(key, old, new) for key, old, new in texts if old != new]

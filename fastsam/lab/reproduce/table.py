@@ -87,7 +87,7 @@ class PaperTable:
     scale: str | None  # name of the scale; None for the paper's
     note: str
     metrics: tuple[str, ...]  # names of `fastsam.lab.reproduce.metrics.METRICS`
-    figures: tuple[str, ...]  # names among curves, measures, classes, surfaces, ablations
+    figures: tuple[str, ...]  # names among curves, sweeps, surfaces, classes (a table); the parts then have reports
     algorithms: tuple[str, ...]
     seeds: tuple[int, ...]
     surface_points: int

@@ -163,7 +163,7 @@ def test_the_command_names_metrics_and_reports_them(tmp_path: Path, monkeypatch,
     arguments += ["--participation", "1"]
     (tmp_path / "metrics.toml").write_text('[metrics]\nbinary_accuracy = "own.py:accuracy"\n')
     assert cli.main(["compare", "metrics.toml", "--algorithms", "fedavg,fedsam", *arguments, "--run-dir", "out"]) == 0
-    assert "binary accuracy" in (tmp_path / "out" / "report.md").read_text()
+    assert "binary accuracy" in (tmp_path / "out" / "report.html").read_text()
     runs = json.loads((tmp_path / "out" / "summary.json").read_text())
     assert 0 < runs["algorithms"]["fedsam"]["test_binary_accuracy"]["mean"] <= 1
-    assert (tmp_path / "out" / "metrics.png").exists()
+    assert (tmp_path / "out" / "curve-test-binary-accuracy.png").exists()

@@ -10,7 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from bench import ROOT
+from tests.helpers.places import ROOT
 
 ARCH = 90
 STREAM = 0x57  # address of the current stream
@@ -24,7 +24,7 @@ def environment(folder: Path) -> dict[str, str]:
 
 def build(folder: Path, env: dict[str, str]) -> None:
     """Compile the library into `folder`, with the headers of the Triton that `env` finds."""
-    command = "import sys; from bench import stub_driver; stub_driver.compile_library(sys.argv[1])"
+    command = "import sys; from tests.helpers import stub_driver; stub_driver.compile_library(sys.argv[1])"
     subprocess.run([sys.executable, "-c", command, str(folder)], env=env, cwd=ROOT, check=True)
 
 
