@@ -6,7 +6,7 @@ from functools import partial
 from typing import Any
 
 from bench import evidence as series
-from bench import launches, ncu, ops, steps, whole_steps
+from bench import language, launches, ncu, ops, steps, whole_steps
 from bench.accuracy import clients, evidence
 from bench.accuracy import training as accuracy
 from bench.accuracy.tasks import REAL_TASKS, TASKS
@@ -112,5 +112,6 @@ def profile(options: Options) -> Iterator[Case]:
 
 QUESTIONS: dict[str, Callable[[Options], Iterator[Case]]] = {
     "step": step, "variants": family, "kernels": kernels,
-    "accuracy": worth, "evidence": proof, "federated": federated.all_of, "ncu": profile,
+    "accuracy": worth, "evidence": proof, "language": language.cases, "federated": federated.all_of,
+    "ncu": profile,
 }  # fmt: skip

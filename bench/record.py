@@ -15,10 +15,11 @@ from bench import ROOT, environment
 from fastsam.fed.common.atomic_files import write_bytes
 
 RESULTS = ROOT / "bench" / "results"
-KINDS = ("step", "variants", "kernels", "federated", "accuracy", "evidence", "ncu", "decide")
+KINDS = ("step", "variants", "kernels", "federated", "accuracy", "evidence", "language", "ncu", "decide")
 FORMAT = "fastsam.bench.{}/2"
 HOW = ("command", "date", "commit")
-UNTIMED = ("accuracy", "accuracy-cuda", "evidence", "evidence-cuda")  # their figures do not depend on the day
+# The figures of these records do not depend on the day.
+UNTIMED = ("accuracy", "accuracy-cuda", "evidence", "evidence-cuda", "language")
 
 Record = Mapping[str, Any]
 Row = Mapping[str, Any]

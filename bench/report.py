@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bench import ROOT, joint, plots, readme
+from bench import ROOT, joint, language, plots, readme
 from bench import record as records
 from bench.accuracy.report import BASELINES, evidence_tables, pieces
 from bench.accuracy.training import contenders
@@ -104,6 +104,7 @@ COLUMNS: dict[str, Sequence[Column]] = {
             Column("accuracy", "steps.mean", digits(1, 100)), Column("standard deviation", "steps.std", digits(1, 100)),
         ),
     ),
+    "language": tuple(Column(head, f"mean.{key}", digits(3)) for key, head in language.LOSSES.items()),
     **dict.fromkeys(
         decisions.FINDINGS,
         (
@@ -248,6 +249,8 @@ def short(record: Record) -> str:
         parts = list(pieces({**record, "cases": cases}, per_task=False))[:1]  # the terminal has the other table too
     elif name == "evidence":
         parts = list(evidence_tables(cases))
+    elif name == "language":
+        parts = [language.table(case).markdown() for case in cases]
     elif name == "ncu":
         parts = list(_cases(record))
     elif name == "decide":

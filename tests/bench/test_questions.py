@@ -55,6 +55,7 @@ QUICK = {
     "kernels": ["--cases", "steps/50k", "norm-50k-*"],
     "accuracy": ["--cases", "cancer", "--rows", "SAM"],
     "evidence": ["--cases", "digits-40", "--rows", "SGD", "SAM", "FedAvg", "FedSAM"],
+    "language": ["--rows", "AdamW"],
     "federated": ["--cases", "speed-1/MLP, unequal clients, fedavg", "--rows", "fastsam, sequential"],
 }
 
