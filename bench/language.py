@@ -134,7 +134,7 @@ def factor(step: int, steps: int) -> float:
 def train(model: nn.Module, name: str, method: Method, rate: float, steps: int, seed: int) -> None:
     """Train a model on a text, `method.share` times the steps."""
     text, rng, steps = split(name)[0], torch.Generator().manual_seed(seed), round(method.share * steps)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=rate, weight_decay=DECAY)
+    optimizer: torch.optim.Optimizer = torch.optim.AdamW(model.parameters(), lr=rate, weight_decay=DECAY)
     if method.rho:
         variant = SAM(method.rho, start=round(method.start * steps))
         optimizer = FusedSAM(model.parameters(), torch.optim.AdamW, variant=variant, lr=rate, weight_decay=DECAY)

@@ -14,11 +14,11 @@ from tests.helpers.sharded_ranks import Net, data, whole
 
 def whole_norm(rank: int) -> str:
     """Compare steps in float64, each rank with its own batch, with a loop by hand in one process with all batches."""
-    net, plain, rho, options = Net().double(), Net().double(), 0.3, {"lr": 0.05, "weight_decay": 0.1}
+    net, plain, rho = Net().double(), Net().double(), 0.3
     fully_shard(net.second)
     fully_shard(net)
-    opt = FusedSAM(net.parameters(), torch.optim.AdamW, rho=rho, **options)
-    params, base = list(plain.parameters()), torch.optim.AdamW(plain.parameters(), **options)
+    opt = FusedSAM(net.parameters(), torch.optim.AdamW, rho=rho, lr=0.05, weight_decay=0.1)
+    params, base = list(plain.parameters()), torch.optim.AdamW(plain.parameters(), lr=0.05, weight_decay=0.1)
 
     def gradients(model: nn.Module, ranks: Sequence[int]) -> list[Tensor]:
         model.zero_grad()
@@ -35,10 +35,10 @@ def whole_norm(rank: int) -> str:
         norm = torch.cat([g.flatten() for g in grads]).norm()
         weights, moves = [p.detach().clone() for p in params], [rho * g / (norm + 1e-12) for g in grads]
         with torch.no_grad():
-            torch._foreach_add_(params, moves)
+            torch._foreach_add_([*params], moves)
         gradients(plain, range(dist.get_world_size()))
         with torch.no_grad():
-            torch._foreach_copy_(params, weights)
+            torch._foreach_copy_([*params], weights)
         base.step()
         assert opt.grad_norm is not None and abs(torch.cat(shards).norm() / norm - 1) > 1e-3, "a rank's norm"
         torch.testing.assert_close(opt.grad_norm.double(), norm, rtol=1e-10, atol=0.0)
