@@ -1,4 +1,4 @@
-"""SAM for language models: the loss of a small character model, and what 4-bit rounding and a second text add to it.
+"""SAM for language models: the loss of a small character model, also after 4-bit rounding and after a second text.
 
 The first text is the documentation in `pydoc_data.topics`, the second is source code of Python's standard library, so
 nothing is downloaded. Every tenth paragraph of a text is held out, and all losses (nats per character) are of held-out
@@ -34,8 +34,8 @@ SOURCES = ("argparse", "ast", "dataclasses", "inspect", "subprocess", "typing")
 SYMBOLS, CONTEXT, WIDTH, HEADS, LAYERS, BATCH = 128, 64, 64, 2, 2, 8
 DECAY, WARM_UP = 0.1, 0.05  # weight decay, and the fraction of the steps in which the rate rises
 RATES, TUNING_SEED = (2e-3, 5e-3, 1e-2), 1000
-LATER_STEPS, LATER_RATE = 1 / 5, 1 / 3  # of the training on the second text, relative to the first's
-GROUP, LEVELS = 32, 7  # of the rounding: weights with one scale, and the largest integer
+LATER_STEPS, LATER_RATE = 1 / 5, 1 / 3  # relative steps and rate of the training on the second text
+GROUP, LEVELS = 32, 7  # number of weights with one scale, and the largest integer
 STEPS, SEEDS, QUICK_STEPS, QUICK_SEEDS = 1600, 5, 20, 2
 LATE = 0.75  # fraction of the steps before the first step of SAM
 LOSSES = {
@@ -44,7 +44,7 @@ LOSSES = {
 
 
 class Method(NamedTuple):
-    """A way to train: SAM's radius (0 for AdamW alone), the fraction of steps before SAM, and the steps, relative."""
+    """SAM's radius (0: only AdamW), the fraction of steps before SAM, and the number of steps relative to AdamW's."""
 
     rho: float = 0.0
     start: float = 0.0

@@ -19,7 +19,7 @@ class ChainedOptimizer(Optimizer):
         members: optimizers. Each group belongs to one of them.
 
     Raises:
-        ValueError: a group belongs to no member or to several, or a member has another group.
+        ValueError: a group belongs to no member or to several, or a member has a group that was not given.
     """
 
     def __init__(self, groups: list[dict[str, Any]], members: Sequence[Optimizer]) -> None:
