@@ -96,9 +96,7 @@ def texts() -> dict[str, str]:
         sources = [inspect.getsource(importlib.import_module(name)) for name in SOURCES]
     except (ImportError, OSError) as error:
         names = ", ".join((DOCUMENTATION, *SOURCES))
-        raise Absent(
-            f"{error}. The texts are modules of Python, {names}. Install the whole standard library"
-        ) from error
+        raise Absent(f"{error}. The texts are Python's modules {names}. Install the whole library") from error
     return {"first": "\n\n".join(topics.values()), "second": "\n\n".join(sources)}
 
 
