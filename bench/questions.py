@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
-from bench import evidence, ncu, ops, steps, whole_steps
+from bench import evidence, language, ncu, ops, steps, whole_steps
 from bench.case import Case, Options
 from bench.contenders import Contender, contenders, variant_contenders
 from bench.fed import cases as federated
@@ -84,5 +84,5 @@ def profile(options: Options) -> Iterator[Case]:
 
 QUESTIONS: dict[str, Callable[[Options], Iterator[Case]]] = {
     "step": step, "variants": family, "kernels": kernels,
-    "evidence": evidence.cases, "federated": federated.all_of, "ncu": profile,
+    "evidence": evidence.cases, "language": language.cases, "federated": federated.all_of, "ncu": profile,
 }  # fmt: skip

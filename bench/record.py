@@ -15,10 +15,10 @@ from bench import ROOT, environment
 from fastsam.fed.common.atomic_files import write_bytes
 
 RESULTS = ROOT / "bench" / "results"
-KINDS = ("step", "variants", "kernels", "federated", "evidence", "ncu")
+KINDS = ("step", "variants", "kernels", "federated", "evidence", "language", "ncu")
 FORMAT = "fastsam.bench.{}/2"
 HOW = ("command", "date", "commit")
-UNTIMED = ("evidence", "evidence-cuda")  # their figures do not depend on the day
+UNTIMED = ("evidence", "evidence-cuda", "language")  # their figures do not depend on the day
 
 Record = Mapping[str, Any]
 Row = Mapping[str, Any]

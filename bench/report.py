@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bench import ROOT, joint, plots, readme
+from bench import ROOT, joint, language, plots, readme
 from bench import record as records
 from bench.contenders import VARIANTS
 from bench.evidence_tables import BASELINES, CURVES
@@ -89,6 +89,7 @@ COLUMNS: dict[str, Sequence[Column]] = {
             Column("hours", "hours", digits(2)),
         ),
     ),
+    "language": tuple(Column(head, f"mean.{key}", digits(3)) for key, head in language.LOSSES.items()),
     "ncu": (Column("duration", "duration", str), *(Column(name, f"metrics.{name}", str) for name in METRICS.values())),
 }  # fmt: skip
 
@@ -210,6 +211,8 @@ def short(record: Record) -> str:
     cases = [{**case, "rows": visible_rows(case)} for case in record["cases"]]
     if name == "evidence":
         parts = list(evidence_tables(cases))
+    elif name == "language":
+        parts = [language.table(case).markdown() for case in cases]
     elif name == "ncu":
         parts = list(_cases(record))
     elif name == "kernels":

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from fastsam.optim.chained import ChainedOptimizer
 from fastsam.optim.hparams import NUMBERS, OWN_OPTIONS, check_number
 from fastsam.optim.parameters import parameters_of
 from fastsam.optim.suggestions import suggestion
@@ -29,8 +30,8 @@ CONSTRUCTOR_OPTIONS = (
 )
 
 
-def make_base(factory: Callable[..., Optimizer], groups: list[dict[str, Any]], options: dict[str, Any]) -> Optimizer:
-    """Return the base optimizer, over the same dicts as `groups`.
+def make_base(factory: Callable[..., Any], groups: list[dict[str, Any]], options: dict[str, Any]) -> Optimizer:
+    """Return the base optimizer, over the same dicts as `groups`. A list of optimizers becomes one.
 
     Raises:
         ValueError: it cannot be a base optimizer.
@@ -47,8 +48,19 @@ def make_base(factory: Callable[..., Optimizer], groups: list[dict[str, Any]], o
         if isinstance(value, Tensor) and value.is_meta:
             raise ValueError(f"{name} is a tensor on the meta device, which holds no number; give a number")
     base = factory(groups, **options)
+    members = base if isinstance(base, (list, tuple)) else [base]
+    for member in members:
+        _check_member(member, factory)
+    return ChainedOptimizer(groups, members) if members is base else base
+
+
+def _check_member(base: object, factory: Callable[..., Any]) -> None:
+    """Raise as `make_base` does for an optimizer that cannot be the base, or one of several."""
     if not isinstance(base, Optimizer):
-        raise TypeError(f"base_optimizer must make a torch.optim.Optimizer, {factory!r} made a {type(base).__name__}")
+        raise TypeError(
+            f"base_optimizer must make a torch.optim.Optimizer or a list of them, {factory!r} made a "
+            f"{type(base).__name__}"
+        )
     _check_no_wrapper(base)
     reserved_names = sorted(set(OWN_OPTIONS) & set(base.defaults))
     if reserved_names:
@@ -62,7 +74,6 @@ def make_base(factory: Callable[..., Optimizer], groups: list[dict[str, Any]], o
             f"{type(base).__name__} calls a closure several times per step, so it cannot be the base of a step with "
             f"two passes"
         )
-    return base
 
 
 def _check_no_wrapper(base: Optimizer) -> None:

@@ -14,7 +14,7 @@ and `swap_back` takes away. The equations are in `fastsam_kernels.reference`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -52,7 +52,7 @@ class FusedSAM(StateDictMixin):
     Args:
         params (iterable): parameters, named parameters or parameter groups; dense and floating point, on one device.
         base_optimizer (type or callable): class of the base optimizer, or a function from parameter groups and
-            options to an optimizer. Default: `torch.optim.SGD`.
+            options to an optimizer, or to a list of optimizers that divide the groups. Default: `torch.optim.SGD`.
         rho (float or Tensor, optional): radius of the perturbation, an option of each parameter group. A one-element
             tensor is read on the device in every step. Default: 0.05.
         adaptive (bool): ASAM, an option of each parameter group. Default: False.
@@ -102,7 +102,7 @@ class FusedSAM(StateDictMixin):
     def __init__(
         self,
         params: Iterable[Any],
-        base_optimizer: type[Optimizer] | Callable[..., Optimizer] = torch.optim.SGD,
+        base_optimizer: type[Optimizer] | Callable[..., Optimizer | Sequence[Optimizer]] = torch.optim.SGD,
         rho: float | Tensor | None = None,
         adaptive: bool = False,
         *,

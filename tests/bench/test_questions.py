@@ -54,6 +54,7 @@ QUICK = {
     "variants": ["--cases", "small_cnn"],
     "kernels": ["--cases", "steps/50k", "norm-50k-*"],
     "evidence": ["--cases", "*/mlp-0", "--rows", "SGD", "SAM", "rho 0.1", "start 0.5", "FedAvg"],
+    "language": ["--rows", "AdamW"],
     "federated": ["--cases", "speed-1/MLP, unequal clients, fedavg", "--rows", "fastsam, sequential"],
 }
 

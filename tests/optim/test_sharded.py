@@ -25,14 +25,14 @@ STYLES = ("plain", "views", "no_sync")
 @pytest.fixture(scope="module")
 def two_ranks() -> list[list[Any]]:
     """Return, per rank, the answers to all that two ranks are asked here: to import DTensor takes them seconds."""
-    from tests.helpers import ddp_ranks, zero_ranks
+    from tests.helpers import ddp_ranks, sharded_norm, zero_ranks
     from tests.helpers import sharded_ranks as ranks
     from tests.helpers import sharded_states as states
 
     works: list[tuple[Callable[..., Any], tuple[Any, ...]]] = [
         (ddp_ranks.train, (STYLES,)), (zero_ranks.train_both, ()), (ranks.steps_beside_unsharded, (False,)),
         (ranks.one_sum_a_step, ()), (ranks.not_finite, ()), (ranks.no_stale_copy, ()), (ranks.unequal_meshes, ()),
-        (states.resumed_in_memory, (False,)),
+        (sharded_norm.whole_norm, ()), (states.resumed_in_memory, (False,)),
     ]  # fmt: skip
     answers = on_ranks(2, ranks.all_of, works, patience=PATIENCE)
     assert [len(answer) for answer in answers] == [len(works)] * 2, answers
