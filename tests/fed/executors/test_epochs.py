@@ -10,6 +10,7 @@ from fastsam.fed.executors.rowprograms.row_steps import RowSteps
 from fastsam_kernels import native
 from tests.helpers import oracle
 from tests.helpers.fake_cuda import FakeCuda, Watch
+from tests.helpers.fake_devices import install_epochs
 from tests.helpers.fed_runs import digest
 
 
@@ -32,7 +33,7 @@ EVEN = (6,) * 3  # a whole batch and a partial one
 @pytest.fixture
 def capture_epochs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Runs capture, in `FakeCuda.graphs`."""
-    monkeypatch.setattr(epoch_graphs, "epoch_graphs_of", lambda setup: epoch_graphs.EpochGraphs(FakeCuda(setup.device)))
+    install_epochs(monkeypatch)
 
 
 def train(algorithm: object, sizes: tuple[int, ...] = EVEN, clients: object = None, **options: object) -> str:
