@@ -1,7 +1,7 @@
 """Comparison of two commits on one machine: weights and records bit by bit, and the time of a round.
 
     python tools/bits.py --against main             every case of tools/bits_*.py
-    python tools/bits.py --against main --only vmap  the cases with this text in their names
+    python tools/bits.py --against main --only vmap  the cases with one of these texts in their names
     python tools/bits.py --against main --time       the time of the timed cases, this tree relative to the other
 
 The exit code is 1 if a case differs, or if a case raises an error in this tree. A case that must be refused returns the
@@ -26,7 +26,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -85,9 +85,9 @@ def check_out(revision: str, folder: Path) -> Iterator[Path]:
         subprocess.run(["git", "worktree", "remove", "--force", str(tree)], cwd=ROOT, check=True)
 
 
-def compare_bits(new: Worker, old: Worker, text: str) -> int:
+def compare_bits(new: Worker, old: Worker, texts: Collection[str]) -> int:
     """Print every case that differs between the two trees or raises an error in this one; return the number of them."""
-    names = [name for name in new.names["case"] if text in name]
+    names = [name for name in new.names["case"] if any(text in name for text in texts)]
     problems = left_out = 0
     for name in names:
         if name not in old.names["case"]:
@@ -118,10 +118,10 @@ def describe_difference(new: Mapping[str, str], old: Mapping[str, str]) -> str:
     return "\n".join([*lines, f"    {len(new | old) - len(names)} others are equal"])
 
 
-def compare_times(new: Worker, old: Worker, text: str) -> None:
+def compare_times(new: Worker, old: Worker, texts: Collection[str]) -> None:
     """Print for every timed case the median time in both trees and the quartiles of their ratio, taken in turns."""
     print(f"{'':40s} {'here':>10s} {'there':>10s}   here / there (quartiles)")
-    for name in (name for name in new.names["time"] if text in name):
+    for name in (name for name in new.names["time"] if any(text in name for text in texts)):
         times: list[tuple[float, float]] = []
         for turn in range(TURNS + 1):
             samples = {}
@@ -158,7 +158,9 @@ def work() -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description="Compare the bits or the speed of this tree with another commit.")
     parser.add_argument("--against", metavar="REV", default="main", help="the other commit (default: main)")
-    parser.add_argument("--only", metavar="TEXT", default="", help="the cases with this text in their names")
+    parser.add_argument(
+        "--only", metavar="TEXT", nargs="+", default=[""], help="cases with one of these in their names"
+    )
     parser.add_argument("--time", action="store_true", help="compare times in place of bits")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()

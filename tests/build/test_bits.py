@@ -20,11 +20,11 @@ def test_a_changed_tree_differs_only_in_changed_cases(tmp_path: Path, capsys: py
     path = tree / "fastsam/fed/algorithms/fedavgm.py"
     path.write_text(path.read_text().replace("hparam(0.9,", "hparam(0.8,"))
     first, second = bits.Worker(ROOT, tmp_path / "here"), bits.Worker(tree, tmp_path / "there")
-    assert bits.compare_bits(first, second, "FedAvg") > 0
+    assert bits.compare_bits(first, second, ["FedAvg"]) > 0
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("FedAvgM, ")]
     assert lines == [f"FedAvgM, {name}" for name in (*bits_fed.EXECUTORS, "captured epochs")]
-    assert bits.compare_bits(first, second, "FedSAM, ") == 0
-    assert bits.compare_bits(first, second, "two ranks: SCAFFOLD") == 0
+    assert bits.compare_bits(first, second, ["FedSAM, "]) == 0
+    assert bits.compare_bits(first, second, ["two ranks: SCAFFOLD"]) == 0
     for worker in (first, second):
         worker.close()
 
@@ -46,7 +46,7 @@ def test_differences_have_names_and_an_error_counts(capsys: pytest.CaptureFixtur
     error = {bits.ERROR: "ValueError: no"}
     new: Any = Answers(equal={"a": "1"}, other={"a": "1", "b": "2", "c": "3"}, bad=error, young={"a": "1"}, late={})
     old: Any = Answers(equal={"a": "1"}, other={"a": "1", "b": "0"}, bad=error, young=error)
-    assert bits.compare_bits(new, old, "") == 2
+    assert bits.compare_bits(new, old, [""]) == 2
     assert capsys.readouterr().out.splitlines() == [
         "other",
         "    b: here 2, there 0",
