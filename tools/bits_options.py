@@ -168,7 +168,6 @@ OPTIONS: dict[str, tuple[str, dict[str, Any]] | tuple[str, dict[str, Any], tuple
     "personal head with kept momentum": ("FedSAM", {"local_parameters": "2.*", **KEEP}),
     "kept momentum": ("SCAFFOLD", KEEP),
     "client test sets": ("FedSAM", {"client_test_split": "iid", "metrics": {"mean_output": mean_output}}),
-    "states on disk": ("SCAFFOLD", {"client_state": "disk"}),
     "excluded clients": ("FedSAM", {"loss": infinite_for_one_sample, "rounds": 4}),
     "client errors": ("SCAFFOLD", {"loss": raise_for_one_sample, "on_client_error": "exclude", **EVERYBODY}),
     "dropout": ("FedSAM", {"module": Dropout}, STACKS),
