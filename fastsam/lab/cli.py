@@ -88,7 +88,7 @@ def _call_command(top: argparse.ArgumentParser, argv: Sequence[str] | None, debu
             return list_tables(arguments, flags)
         if arguments.command in ("info", "demo", "plots"):
             return {"info": info, "demo": copy_examples, "plots": plots}[arguments.command](arguments, flags)
-        from fastsam.fed.common.trust import trust_names
+        from fastsam.lab.trust import trust_names
 
         with trust_names(*arguments.trust):
             return {"run": run, "compare": compare, "reproduce": reproduce}[arguments.command](arguments, flags)

@@ -19,11 +19,12 @@ from pathlib import Path
 from typing import Any
 
 from fastsam.fed.algorithms import registry
-from fastsam.fed.common import trust
 from fastsam.fed.common.atomic_files import read_bytes, read_json
 from fastsam.fed.common.checks import nearest
-from fastsam.fed.common.import_paths import import_object, is_import_path
+from fastsam.fed.common.import_paths import is_import_path
 from fastsam.fed.common.option import kinds
+from fastsam.lab import trust
+from fastsam.lab.import_paths import import_object
 from fastsam.lab.run_config import KEYS, OPTION_TABLES, TABLES, RunConfig, foreign_keys, short_name
 
 if sys.version_info >= (3, 11):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -10,12 +10,13 @@ from typing import Any
 import safetensors.torch
 import torch
 from safetensors import SafetensorError
-from torch import nn
+from torch import Tensor, nn
 
 from fastsam.fed import data as data_sets
 from fastsam.fed import models
+from fastsam.fed.clients.reading import read_whole
 from fastsam.fed.common.atomic_files import read_bytes
-from fastsam.fed.common.import_paths import import_object, is_import_path
+from fastsam.fed.common.import_paths import call_with_options, is_import_path
 from fastsam.fed.common.option import table
 from fastsam.fed.data.augment import augment_by_name
 from fastsam.fed.data.partition import options_of
@@ -23,6 +24,7 @@ from fastsam.fed.loop.options import Settings
 from fastsam.fed.loop.run import run
 from fastsam.fed.rundir.result import Result
 from fastsam.lab.config import ConfigError, algorithm_class
+from fastsam.lab.import_paths import import_object
 from fastsam.lab.run_config import RunConfig, is_pattern, set_options, set_parameters
 
 _IMPORT_KEYS = ("loss", "lr", "server_lr", "sampler", "available", "weighting", "optimizer")  # may be functions
@@ -47,12 +49,16 @@ def load_data(config: RunConfig) -> data_sets.FederatedData:
         ConnectionError: a download failed.
     """
     data = _load(config)
-    return data if config.augment == "auto" else replace(data, augment=augment_by_name(config.augment))
+    if config.augment == "auto":
+        return data
+    is_path = is_import_path(config.augment)
+    augment = import_object(config.augment, "augment") if is_path else augment_by_name(config.augment)
+    return replace(data, augment=augment)
 
 
 def _load(config: RunConfig) -> data_sets.FederatedData:
     if is_import_path(config.data):
-        return data_sets.from_function(config.data, config.data_options)
+        return from_function(config.data, config.data_options)
     if config.data in data_sets.SETS:
         return _load_set(config)
     if is_pattern(config.data):
@@ -67,6 +73,29 @@ def _load(config: RunConfig) -> data_sets.FederatedData:
         "data must be 'digits', a .npz file, a pattern such as 'clients/*.npz', the import path of a function "
         f"('package.module:function', 'file.py:function'), or one of {set_names}; got {config.data!r}"
     )
+
+
+def from_function(path: str, options: dict[str, Any]) -> data_sets.FederatedData:
+    """Return the value of a user's function ("package.module:function" or "file.py:function").
+
+    The value is a `FederatedData`, or ``(clients, test)``: a sequence of clients and a test set in the forms that
+    `fed.run` takes. Data sets and loaders are read once.
+    """
+    data = call_with_options(import_object(path, "data"), options, f"data_options of {path}")
+    if isinstance(data, data_sets.FederatedData):
+        return data
+    if not isinstance(data, (tuple, list)) or len(data) != 2 or not isinstance(data[0], Sequence):
+        raise ValueError(f"{path} must return a FederatedData or a pair (clients, test), got {type(data).__name__}")
+    clients = [_whole(one, f"{path}: client {i}") for i, one in enumerate(data[0])]
+    test = _whole(data[1], f"{path}: the test set")
+    if not clients:
+        raise ValueError(f"{path} returned no clients")
+    classes = 1 + max(int(y.max()) for _, y in [*clients, test])
+    return data_sets.FederatedData(clients, test, classes, path.rpartition(":")[2])
+
+
+def _whole(data: Any, label: str) -> tuple[Tensor, Tensor]:
+    return data_sets.as_tensors(*read_whole(data, label), label=label)
 
 
 def _load_set(config: RunConfig) -> data_sets.FederatedData:
@@ -94,7 +123,8 @@ def build(config: RunConfig, data: data_sets.FederatedData | None = None) -> Exp
     """Return the experiment of a config. `data` may be given if they were loaded by a config that agrees in all
     `DATA_KEYS`."""
     data = load_data(config) if data is None else data
-    model = models.build(config.model, data.in_shape, data.classes, config.seed, **config.model_options)
+    make = import_object(config.model, "model") if is_import_path(config.model) else config.model
+    model = models.build(make, data.in_shape, data.classes, config.seed, **config.model_options)
     if data.pixels is not None:
         model = models.Pixels(model, *data.pixels)
     model = model.to(getattr(torch, config.dtype))

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from fastsam import fed
 from fastsam.fed import models
-from fastsam.fed.common.import_paths import import_object
 from fastsam.lab import cli, compare, config, experiment
+from fastsam.lab.import_paths import import_object
 from tests.helpers.places import ROOT
 
 EXAMPLES = ROOT / "examples"

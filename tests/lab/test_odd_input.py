@@ -67,7 +67,7 @@ def cwd(tmp_path: Path, monkeypatch: MonkeyPatch) -> Path:
         ("run none.toml --lerning-rate 3", "unknown key 'lerning_rate'"),
         (
             "run small.toml --model resnet",
-            "'mlp', 'emnist_cnn', 'lenet', 'resnet18_gn', 'vit_b_32' or an import path",
+            "'mlp', 'emnist_cnn', 'lenet', 'resnet18_gn', 'vit_b_32' or a function that makes one",
         ),
         ("reproduce fedlesam-tabel2", "no table 'fedlesam-tabel2' .did you mean 'fedlesam-table2'"),
         ("reproduce fedlesam-table2 --scale --seeds one", "seeds must be integers such as 0,1,2, got 'one'"),

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from fastsam.fed.common.import_paths import import_object
-from fastsam.fed.common.trust import trust_names
 from fastsam.lab import cli
+from fastsam.lab.import_paths import import_object
+from fastsam.lab.trust import trust_names
 
 OWN = """
 import os

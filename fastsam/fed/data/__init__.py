@@ -7,7 +7,7 @@ from fastsam.fed.data.augment import AUGMENTS, Augment, FlipCrop
 from fastsam.fed.data.dealing import Partition, draw
 from fastsam.fed.data.domains import by_domain, digits_domains
 from fastsam.fed.data.federated import FederatedData, as_tensors, split, split_data, stratified_test
-from fastsam.fed.data.files import from_client_files, from_function, from_npz
+from fastsam.fed.data.files import from_client_files, from_npz
 from fastsam.fed.data.folders import domainnet, officehome, read_domains
 from fastsam.fed.data.handwritten import digits
 from fastsam.fed.data.images import cifar10, cifar100, emnist
@@ -43,7 +43,6 @@ __all__ = [
     "draw",
     "emnist",
     "from_client_files",
-    "from_function",
     "from_npz",
     "iid",
     "officehome",

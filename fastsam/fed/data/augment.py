@@ -10,7 +10,6 @@ from torch import Tensor
 
 from fastsam.fed.clients.population import Augment
 from fastsam.fed.common.checks import integer, number
-from fastsam.fed.common.import_paths import import_object, is_import_path
 
 
 @dataclass(frozen=True)
@@ -63,16 +62,11 @@ AUGMENTS: dict[str, Augment | None] = {"none": None, "flip_crop": FlipCrop(), "f
 
 
 def augment_by_name(name: str, default: str = "none") -> Augment | None:
-    """Return the augmentation of that name or import path; "auto" is `default`. Raises ValueError."""
-    if isinstance(name, str) and is_import_path(name):
-        augmentation = import_object(name, "augment")
-        if not callable(augmentation):
-            raise ValueError(f"augment: {name} must be callable (x, generator) -> x, got {type(augmentation).__name__}")
-        return augmentation
+    """Return the augmentation of that name; "auto" is `default`. Raises ValueError."""
     name = default if isinstance(name, str) and name == "auto" else name
     if not isinstance(name, str) or name not in AUGMENTS:
         raise ValueError(
-            f"augment must be 'auto', {', '.join(map(repr, AUGMENTS))} or an import path 'package.module:name', got "
-            f"{name!r}"
+            f"augment must be 'auto', {', '.join(map(repr, AUGMENTS))}, or in a config an import path "
+            f"'package.module:name', got {name!r}"
         )
     return AUGMENTS[name]

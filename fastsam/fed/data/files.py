@@ -1,20 +1,16 @@
-"""Data sets that a user has: ``.npz`` files, or a function in their own code."""
+"""Data sets that a user has in ``.npz`` files."""
 
 from __future__ import annotations
 
 import glob
 import os
 import zipfile
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from torch import Tensor
 
-from fastsam.fed.clients.reading import read_whole
 from fastsam.fed.common.atomic_files import open_regular
-from fastsam.fed.common.import_paths import call_with_options, import_object
 from fastsam.fed.data.federated import FederatedData, as_tensors, split_data, stratified_test
 
 
@@ -76,29 +72,6 @@ def from_client_files(pattern: str, test_path: str | Path, classes: int | None =
     if classes is None:
         classes = 1 + max(int(y.max()) for _, y in [*clients, test])
     return FederatedData(clients, test, classes, Path(pattern).parent.name or "clients")
-
-
-def from_function(path: str, options: dict[str, Any]) -> FederatedData:
-    """Return the value of a user's function ("package.module:function" or "file.py:function").
-
-    The value is a `FederatedData`, or ``(clients, test)``: a sequence of clients and a test set in the forms that
-    `fed.run` takes. Data sets and loaders are read once.
-    """
-    data = call_with_options(import_object(path, "data"), options, f"data_options of {path}")
-    if isinstance(data, FederatedData):
-        return data
-    if not isinstance(data, (tuple, list)) or len(data) != 2 or not isinstance(data[0], Sequence):
-        raise ValueError(f"{path} must return a FederatedData or a pair (clients, test), got {type(data).__name__}")
-    clients = [_whole(one, f"{path}: client {i}") for i, one in enumerate(data[0])]
-    test = _whole(data[1], f"{path}: the test set")
-    if not clients:
-        raise ValueError(f"{path} returned no clients")
-    classes = 1 + max(int(y.max()) for _, y in [*clients, test])
-    return FederatedData(clients, test, classes, path.rpartition(":")[2])
-
-
-def _whole(data: Any, label: str) -> tuple[Tensor, Tensor]:
-    return as_tensors(*read_whole(data, label), label=label)
 
 
 def _read(path: str | Path) -> dict[str, np.ndarray]:

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from fastsam import fed
-from fastsam.fed.common.import_paths import import_object
 from fastsam.lab import config
+from fastsam.lab.import_paths import import_object
 from tests.helpers.fed_watch import Watched
 from tests.helpers.pages import blocks
 from tests.helpers.places import ROOT

@@ -79,6 +79,14 @@ def test_the_keys_reach_the_data_set(tmp_path: Path, small_sets: Path) -> None:
     assert experiment.load_data(config_always).augment == data.FlipCrop(crop=1.0)
 
 
+def test_a_config_names_an_augmentation_of_the_user(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text("def brighter(x, generator): return x + 1\nnumber = 3\n")
+    augment = experiment.load_data(resolve(tmp_path, f"augment = '{tmp_path}/own.py:brighter'")).augment
+    assert augment is not None and augment(1, None) == 2
+    with pytest.raises(ValueError, match="augment must be callable .*got int"):
+        experiment.load_data(resolve(tmp_path, f"augment = '{tmp_path}/own.py:number'"))
+
+
 def test_a_split_of_ones_own_from_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("mine.json").write_text(json.dumps([[4, 2], [0], [1, 3, 9]]))

@@ -1,12 +1,14 @@
 """The small models: shapes, sizes, initial weights that depend only on a seed, and user-defined models."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
 from fastsam.fed import models
+from fastsam.lab.import_paths import import_object
 from tests.helpers.fed_runs import vector
 
 
@@ -145,11 +147,14 @@ def wrong(): return 3
 
 def test_a_users_model(tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text(OWN)
-    path = f"{tmp_path / 'own.py'}:"
-    assert models.build(path + "Plain", (8, 8), 10, 0, width=4)[1].out_features == 4
-    result = models.build(path + "make", (8, 8), 10, 3)
-    assert torch.equal(vector(result), vector(models.build(path + "make", (8, 8), 10, 3)))
-    first, second = models.build(path + "ready", (64,), 10, 0), models.build(path + "ready", (64,), 10, 0)
+
+    def own(name: str) -> Any:
+        return import_object(f"{tmp_path / 'own.py'}:{name}", "model")
+
+    assert models.build(own("Plain"), (8, 8), 10, 0, width=4)[1].out_features == 4
+    result = models.build(own("make"), (8, 8), 10, 3)
+    assert torch.equal(vector(result), vector(models.build(own("make"), (8, 8), 10, 3)))
+    first, second = models.build(own("ready"), (64,), 10, 0), models.build(own("ready"), (64,), 10, 0)
     assert first is not second and torch.equal(first.weight, second.weight)
     with pytest.raises(ValueError, match="must make a torch.nn.Module, got int"):
-        models.build(path + "wrong", (8, 8), 10, 0)
+        models.build(own("wrong"), (8, 8), 10, 0)

@@ -43,7 +43,7 @@ test_refused = refusals(
     (lambda: models.build("cnn", (2, 2), 10, 0), "takes images .* try 'mlp'"),
     # unknown model
     (lambda: models.build("resnet", (1, 8, 8), 10, 0),
-     "'cnn', 'mlp', .* or an import path .* got 'resnet' .did you mean 'resnet18_gn'"),
+     "'cnn', 'mlp', .* in a config its import path .* got 'resnet' .did you mean 'resnet18_gn'"),
     # images that do not fit the model
     (lambda: models.build("emnist_cnn", (1, 5, 9), 10, 0), 'at least 6x6'),
     (lambda: models.build("lenet", (1, 8, 8), 10, 0), 'at least 16x16'),

@@ -13,12 +13,12 @@ from fastsam.fed.data import (
     as_tensors,
     digits,
     from_client_files,
-    from_function,
     from_npz,
     handwritten,
     split_data,
     stratified_test,
 )
+from fastsam.lab.experiment import from_function
 
 
 def pooled_arrays(n: int = 60, classes: int = 3) -> dict[str, np.ndarray]:
