@@ -1,13 +1,16 @@
 """Comparison of two commits on one machine: weights and records bit by bit, and the time of a round.
 
-    python tools/bits.py --against main             every case of tools/bits_*.py; exit code 1 if one differs
-    python tools/bits.py --against main --only vmap  the cases with this text in their names
+    python tools/bits.py --against main             every case of tools/bits_*.py
+    python tools/bits.py --against main --only vmap  the cases with one of these texts in their names
     python tools/bits.py --against main --time       the time of the timed cases, this tree relative to the other
 
+The exit code is 1 if a case differs, or if a case raises an error in this tree. A case that must be refused returns the
+refusal as its outcome. A case that only the other tree cannot run is left out, and a line says so.
+
 The other commit is checked out into a temporary git worktree. Each tree has one process, in which the scripts of this
-tree run the cases on the package of that tree. A module `tools/bits_NAME.py` offers `cases()`, which yields the name
-of a case and a function that returns its hashes as a string. It may offer `timings()`, which yields a name and a
-function that returns seconds.
+tree run the cases on the package and with the test helpers of that tree. A module `tools/bits_NAME.py` offers
+`cases()`, which yields the name of a case and a function that returns hashes by name: one for each tensor and each key
+of the records. Or it offers `timings()`, which yields a name and a function that returns seconds.
 
 No hash is stored, because the bits of float32 depend on the processor.
 """
@@ -23,7 +26,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -37,6 +40,9 @@ sys.path.append(str(ROOT))  # after PYTHONPATH, which has the package of a worke
 from bench.fed.process import Process, answers  # noqa: E402
 
 TURNS = 15  # pairs of measurements in a timed comparison
+ERROR = "error"  # name of the outcome of a case that raised
+SHOWN = 6  # hashes of a case that are printed
+DEVICES = Path("tests/helpers/fake_devices.py")  # the stand-in for CUDA
 
 
 class Worker(Process):
@@ -46,9 +52,13 @@ class Worker(Process):
         links.mkdir()
         (links / "fastsam").symlink_to(tree / "fastsam")
         (links / "fastsam_kernels").symlink_to(tree / "kernels")
+        (links / "tests").symlink_to(tree / "tests")
+        if not (tree / DEVICES).exists():  # a commit from before this file
+            shutil.copy2(ROOT / DEVICES, tree / DEVICES)
         environment = {"PYTHONPATH": str(links)}
         _provide_kernels(tree, environment)
-        super().__init__([sys.executable, str(SCRIPT), "--worker"], environment)
+        # Processes of ranks look for modules in the working directory first.
+        super().__init__([sys.executable, str(SCRIPT), "--worker"], environment, links)
         self.names: dict[str, list[str]] = self.answer()
 
 
@@ -75,34 +85,50 @@ def check_out(revision: str, folder: Path) -> Iterator[Path]:
         subprocess.run(["git", "worktree", "remove", "--force", str(tree)], cwd=ROOT, check=True)
 
 
-def compare_bits(new: Worker, old: Worker, text: str) -> int:
-    """Print every case that differs between the two trees; return the number of them. Cases of a new algorithm are left
-    out, because the other tree does not have them."""
-    common = {*old.names["case"]}
-    names = [name for name in new.names["case"] if text in name and name in common]
-    differences = 0
+def compare_bits(new: Worker, old: Worker, texts: Collection[str]) -> int:
+    """Print every case that differs between the two trees or raises an error in this one; return the number of them."""
+    names = [name for name in new.names["case"] if any(text in name for text in texts)]
+    problems = left_out = 0
     for name in names:
+        if name not in old.names["case"]:
+            left_out += 1
+            print(f"{name}: left out, the other tree does not have it", flush=True)
+            continue
         for worker in (new, old):
             worker.send(["case", name])
         new_answer, old_answer = new.answer(), old.answer()
-        if new_answer != old_answer:
-            differences += 1
-            print(f"{name}\n    here   {new_answer}\n    there  {old_answer}", flush=True)
-        elif new_answer.startswith("raised"):
-            print(f"{name}: both trees {new_answer}", flush=True)
-    print(f"{len(names)} cases, {differences} with differences")
-    return differences
+        if ERROR in new_answer:
+            problems += 1
+            print(f"{name}: raised {new_answer[ERROR]}", flush=True)
+        elif ERROR in old_answer:
+            left_out += 1
+            print(f"{name}: left out, the other tree raised {old_answer[ERROR]}", flush=True)
+        elif new_answer != old_answer:
+            problems += 1
+            print(f"{name}\n{describe_difference(new_answer, old_answer)}", flush=True)
+    print(f"{len(names)} cases, {problems} with differences or errors, {left_out} left out")
+    return problems
 
 
-def compare_times(new: Worker, old: Worker, text: str) -> None:
+def describe_difference(new: Mapping[str, str], old: Mapping[str, str]) -> str:
+    """Return the names whose values differ, the first of them with their values, and how many are equal."""
+    names = [name for name in new | old if new.get(name) != old.get(name)]
+    lines = [f"    {name}: here {new.get(name)}, there {old.get(name)}" for name in names[:SHOWN]]
+    lines += [f"    and {', '.join(names[SHOWN:])}"] if names[SHOWN:] else []
+    return "\n".join([*lines, f"    {len(new | old) - len(names)} others are equal"])
+
+
+def compare_times(new: Worker, old: Worker, texts: Collection[str]) -> None:
     """Print for every timed case the median time in both trees and the quartiles of their ratio, taken in turns."""
     print(f"{'':40s} {'here':>10s} {'there':>10s}   here / there (quartiles)")
-    for name in (name for name in new.names["time"] if text in name):
+    for name in (name for name in new.names["time"] if any(text in name for text in texts)):
         times: list[tuple[float, float]] = []
         for turn in range(TURNS + 1):
             samples = {}
             for worker in (new, old) if turn % 2 else (old, new):
                 samples[worker] = worker.order(["time", name])
+                if isinstance(samples[worker], dict):
+                    raise RuntimeError(f"{name} raised {samples[worker][ERROR]}")
             if turn:  # the first one warms up
                 times.append((samples[new], samples[old]))
         low, middle, high = statistics.quantiles([a / b for a, b in times], n=4)
@@ -116,19 +142,25 @@ def work() -> None:
     torch.set_num_threads(1)
     functions: dict[str, dict[str, Callable[[], Any]]] = {"case": {}, "time": {}}
     for path in sorted(SCRIPT.parent.glob("bits_*.py")):
-        module = importlib.import_module(path.stem)
-        functions["case"].update(module.cases())
-        functions["time"].update(module.timings() if hasattr(module, "timings") else ())
+        module = importlib.import_module(f"tools.{path.stem}")
+        for kind, generator in (("case", "cases"), ("time", "timings")):
+            functions[kind].update(getattr(module, generator, list)())
     answer({kind: list(table) for kind, table in functions.items()})
     for line in sys.stdin:
         kind, name = json.loads(line)
-        answer(functions[kind][name]())
+        try:
+            outcome = functions[kind][name]()
+        except Exception as error:  # one case ends, and the others go on
+            outcome = {ERROR: f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"}
+        answer(outcome)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="Compare the bits or the speed of this tree with another commit.")
     parser.add_argument("--against", metavar="REV", default="main", help="the other commit (default: main)")
-    parser.add_argument("--only", metavar="TEXT", default="", help="the cases with this text in their names")
+    parser.add_argument(
+        "--only", metavar="TEXT", nargs="+", default=[""], help="cases with one of these in their names"
+    )
     parser.add_argument("--time", action="store_true", help="compare times in place of bits")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()

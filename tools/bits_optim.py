@@ -79,11 +79,11 @@ class Training:
         words += [f"size {self.size}" if self.size > 1 else "", *(f"{n}={v}" for n, v in self.options.items())]
         return ", ".join(word for word in words if word)
 
-    def run(self) -> str:
+    def run(self) -> dict[str, str]:
         """Train, and return the hash of the bits."""
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            return _Run(self).bits()
+            return {"bits": _Run(self).bits()}
 
 
 class _Run:
@@ -292,7 +292,7 @@ def _trainings() -> Iterator[Training]:
         yield replace(plain, way=way, dtype=dtype, options={"maximize": True}, groups=2)
 
 
-def cases() -> Iterator[tuple[str, Callable[[], str]]]:
+def cases() -> Iterator[tuple[str, Callable[[], dict[str, str]]]]:
     """Yield the name of each training, and the function that runs it and returns its hash."""
     trainings = {training.name: training for training in _trainings()}
     for name, training in trainings.items():

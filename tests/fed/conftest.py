@@ -2,10 +2,9 @@
 
 import pytest
 
-from fastsam.fed.executors import auto, capture_trial, randomness, streams
-from tests.helpers.fake_cuda import FakeCuda
+from fastsam.fed.executors import auto
+from tests.helpers import fake_devices
 from tests.helpers.fed_states import stand_in
-from tests.helpers.places import ROOT
 
 
 @pytest.fixture(autouse=True)
@@ -22,11 +21,7 @@ def a_short_run_is_sequential(request: pytest.FixtureRequest, monkeypatch: pytes
 @pytest.fixture
 def no_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     """Executors for GPUs run on a stand-in for CUDA, in whose streams everything is done at once."""
-    monkeypatch.setattr(streams, "Cuda", FakeCuda)
-    monkeypatch.setattr(streams, "why_not", lambda setup: None)
-    monkeypatch.setattr(randomness, "device_generator", lambda device: FakeCuda.default)
-    # The stand-in is part of torch for messages about lines of a user.
-    monkeypatch.setattr(capture_trial, "_PACKAGES", (*capture_trial._PACKAGES, str(ROOT / "tests" / "helpers")))
+    fake_devices.install(monkeypatch)
 
 
 @pytest.fixture

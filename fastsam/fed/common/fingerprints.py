@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import inspect
-import re
 from collections.abc import Mapping
 from functools import partial
 from hashlib import blake2b
 from numbers import Real
-from types import CodeType
 from typing import Any
 
 import torch
@@ -63,38 +61,6 @@ def references(function: Any) -> dict[str, Any]:
     signature = inspect.signature(function).parameters.values()
     defaults = {p.name: p.default for p in signature if p.default is not inspect.Parameter.empty}
     return {**variables.globals, **variables.nonlocals, **defaults}
-
-
-def behaviour(value: Any, depth: int = 2) -> Any:
-    """Return a JSON description of a function or a module: its code and the objects that it refers to. `depth` is the
-    number of calls that are followed."""
-    if isinstance(value, nn.Module):
-        classes = {type(m) for m in value.modules() if not type(m).__module__.startswith("torch.")}
-        forward = {c.__qualname__: _code(c.forward.__code__) for c in classes if inspect.isfunction(c.forward)}
-        return {"repr": re.sub(r" at 0x[0-9a-f]+", "", repr(value)), "forward": dict(sorted(forward.items()))}
-    if value is None or isinstance(value, (bool, int, float, str, list, tuple)):
-        return re.sub(r" at 0x[0-9a-f]+", "", repr(value))
-    if isinstance(value, torch.Tensor):
-        return blake2b(repr(value).encode(), digest_size=8).hexdigest()
-    if not callable(value) or isinstance(value, type) or depth == 0 or value.__class__.__module__ == "torch":
-        return type(value).__qualname__
-    if (getattr(value, "__module__", None) or "").startswith("torch."):
-        return describe(value)
-    inner = inspect.unwrap(value.func if isinstance(value, partial) else value)
-    code = getattr(getattr(inner, "__func__", inner), "__code__", None)
-    parts = {name: behaviour(part, depth - 1) for name, part in sorted(references(value).items())}
-    return {"code": None if code is None else _code(code), **parts}
-
-
-def _code(code: CodeType) -> str:
-    """Return a hash of a function's instructions, names and constants, wherever the code is written."""
-    digest = blake2b(code.co_code + repr((code.co_names, code.co_varnames)).encode(), digest_size=8)
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            digest.update(_code(constant).encode())
-        else:
-            digest.update(repr(sorted(map(repr, constant)) if isinstance(constant, frozenset) else constant).encode())
-    return digest.hexdigest()
 
 
 def structure(model: nn.Module) -> list[Any]:

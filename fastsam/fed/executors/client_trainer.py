@@ -201,8 +201,8 @@ class ClientTrainer:
     # --- a step ---
 
     def set_schedule(self) -> None:
-        """Set the learning rate and the radius of the next step, for constants with a schedule."""
-        self.rows.set_schedule([self.task.lr_and_radius(min(self.k, self.last), self.last + 1)])
+        """Set the learning rate of the next step, for constants with a schedule."""
+        self.rows.set_schedule([self.task.lr_of_step(min(self.k, self.last), self.last + 1)])
 
     def step(self, x: Any, y: Any) -> Tensor:
         """Take step `k` on a batch, and return the loss. Copy the row if a stage reads it."""

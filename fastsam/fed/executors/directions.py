@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Protocol
 
 import torch
@@ -57,15 +56,6 @@ def scale_by_drift(rows: Rows, first: Gradients) -> list[Tensor]:
         far.div_(torch.linalg.vector_norm(far, dim=1, keepdim=True).clamp_(min=_MIN_NORM))
     views = views_like(rows, first, d)
     torch._foreach_mul_(views, first.tensors)
-    return views
-
-
-def multiply(rows: Rows, d: Sequence[Tensor], first: Gradients, factors: Tensor) -> list[Tensor]:
-    """Return a direction by parameter, like the first gradients, times a row of factors, in the field
-    "direction"."""
-    views = views_like(rows, first, rows.field("direction"))
-    for out, part, factor in zip(views, d, views_like(rows, first, factors), strict=True):
-        torch.mul(part, factor, out=out)
     return views
 
 

@@ -89,10 +89,7 @@ class CapturableTrainer(ClientTrainer):
         if self.lanes.schedule is None:
             super().set_schedule()
             return
-        rate, radius = self.lanes.schedule[self.slot].index_select(0, self.steps_done).unbind(1)
-        self.rows.hparams[:, 0, HParam.LR].copy_(rate)
-        if not self.rows.variant.has_pilot:
-            self.rows.hparams[:, 0, HParam.RHO].copy_(radius)
+        self.rows.hparams[:, 0, HParam.LR].copy_(self.lanes.schedule[self.slot].index_select(0, self.steps_done))
         self.steps_done.add_(1)
 
     def alignments(self, chunk: Chunk) -> tuple[int, ...]:

@@ -87,14 +87,14 @@ class LaneRows:
         target.copy_(to_device(indices, target.device))
 
     def _write_schedule(self, slot: int, trainers: Sequence[ClientTrainer]) -> None:
-        """Write learning rates and radii of all steps to the rows from `slot` on, in one copy."""
+        """Write the learning rates of all steps to the rows from `slot` on, in one copy."""
         steps = [trainer.last + 1 for trainer in trainers]
         if self.schedule is None:
-            shape = len(self.counters), max(map(self.setup.options.steps_of, _sizes(self.setup))), 2
+            shape = len(self.counters), max(map(self.setup.options.steps_of, _sizes(self.setup)))
             self.schedule = torch.zeros(shape, dtype=torch.float64, device=self.setup.device)
-        numbers = torch.zeros(len(trainers), max(steps), 2, dtype=torch.float64)
+        numbers = torch.zeros(len(trainers), max(steps), dtype=torch.float64)
         for row, trainer, n in zip(numbers, trainers, steps, strict=True):
-            row[:n] = torch.tensor([trainer.task.lr_and_radius(k, n) for k in range(n)], dtype=torch.float64)
+            row[:n] = torch.tensor([trainer.task.lr_of_step(k, n) for k in range(n)], dtype=torch.float64)
         target = self.schedule[slot : slot + len(trainers), : max(steps)]
         target.copy_(to_device(numbers, target.device))
 
@@ -126,8 +126,7 @@ def _sizes(setup: Setup) -> set[int]:
 
 def _late_fields(variant: StepVariant) -> list[str]:
     """Return the names of the fields that steps of a variant allocate when they first need them."""
-    uses_direction = variant.uses_path or variant.has_rho_scale
-    uses_direction |= variant.direction in (Direction.GRADIENT_PLUS, Direction.GRADIENT_BY_DRIFT)
+    uses_direction = variant.direction in (Direction.PATH, Direction.GRADIENT_PLUS, Direction.GRADIENT_BY_DRIFT)
     return [
         *["direction"] * uses_direction, *["p", "begin", "gradient_offset"] * variant.constant,
         *["gradient"] * variant.has_first_gradient,

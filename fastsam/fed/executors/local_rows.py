@@ -110,7 +110,7 @@ class LocalRows:
         if variant.direction is Direction.GRADIENT_MINUS_DUAL:
             return LocalRows._perturb_by_dual
         is_plain = variant.direction in (Direction.GRADIENT, Direction.ADAPTIVE_GRADIENT)
-        if is_plain and not (variant.has_rho_scale or variant.anchor_weight):
+        if is_plain and not variant.anchor_weight:
             return LocalRows._perturb_by_gradient
         return LocalRows._perturb_by_direction
 
@@ -209,9 +209,7 @@ class LocalRows:
     def start_shifted(self, e: Tensor) -> None:
         """Start at `w^t + p` with `p = rho*e/(||e|| + nu)`, for e `[row_size]` or `[rows, row_size]`."""
         p, begin, rows = self.field("p"), self.field("begin"), e.expand_as(self.z)
-        self._perturb_along(
-            [begin], self.z, self.field("direction").copy_(rows) if self.variant.has_rho_scale else rows
-        )
+        self._perturb_along([begin], self.z, rows)
         torch.sub(begin, self.z, out=p)
         self.z.copy_(begin)
         if self.folds_shift:
@@ -280,12 +278,10 @@ class LocalRows:
         for i, snapshots, k in kept:
             snapshots[k] = snapshots[k].with_perturbation(self.z[i])
 
-    def set_schedule(self, numbers: Sequence[tuple[float, float]]) -> None:
-        """Set the learning rate and the radius of the next step, for each row. A radius that a pilot found stays."""
-        rates, radii = to_device(torch.tensor(numbers, dtype=torch.float64), self.hparams.device).unbind(1)
-        self.hparams[:, 0, HParam.LR].copy_(rates)
-        if not self.variant.has_pilot:
-            self.hparams[:, 0, HParam.RHO].copy_(radii)
+    def set_schedule(self, rates: Sequence[float]) -> None:
+        """Set the learning rate of the next step, for each row."""
+        column = to_device(torch.tensor(rates, dtype=torch.float64), self.hparams.device)
+        self.hparams[:, 0, HParam.LR].copy_(column)
 
     def perturb(self, first: Gradients, eps: Tensor | None = None) -> None:
         """Set `z = w + eps` by the first gradients. With a dual, eps `[rows, row_size]` is also written to `eps` if it
@@ -311,13 +307,9 @@ class LocalRows:
         if variant.direction is Direction.GRADIENT_PLUS:
             grads = directions.sum_directions(self, first)
         weights = [self.w] if variant.direction is Direction.ADAPTIVE_GRADIENT else []
-        if variant.has_rho_scale:
-            grads = directions.multiply(self, grads, first, self.vectors["rho_scale"].sign())
         self.kernels.norm_(self.sumsq, grads, weights, table, self.hparams)
         if variant.direction is Direction.GRADIENT_BY_DRIFT:
             grads = directions.scale_by_drift(self, first)
-        if variant.has_rho_scale:
-            grads = directions.multiply(self, grads, first, self.vectors["rho_scale"])
         self.kernels.perturb_([self.z], self.w, grads, table, self.hparams, self.sumsq, False)
         if variant.anchor_weight:
             self.z.lerp_(self.vectors["anchor"], variant.anchor_weight)
@@ -330,15 +322,9 @@ class LocalRows:
         path.add_(self.vectors["direction_vector"])
 
     def _perturb_along(self, z: list[Tensor], w: Tensor, d: Tensor) -> None:
-        """Set `z = w + eps` along rows d, `[rows, row_size]`, without a gradient. `d` is written if the radius is
-        scaled."""
-        table, scale = self.layout.table, self.vectors["rho_scale"] if self.variant.has_rho_scale else None
-        if scale is not None:
-            d.mul_(scale.sign())
-        self.kernels.norm_(self.sumsq, [d], [], table, self.hparams)
-        if scale is not None:
-            d.mul_(scale)
-        self.kernels.perturb_(z, w, [d], table, self.hparams, self.sumsq, False)
+        """Set `z = w + eps` along rows d, `[rows, row_size]`, without a gradient."""
+        self.kernels.norm_(self.sumsq, [d], [], self.layout.table, self.hparams)
+        self.kernels.perturb_(z, w, [d], self.layout.table, self.hparams, self.sumsq, False)
 
     def update(self, grads: Gradients, first: Gradients | None) -> None:
         """Update `z`, and `w` if the steps have it."""

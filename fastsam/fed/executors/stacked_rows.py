@@ -43,8 +43,8 @@ class StackedRows:
         return self.window(blocks[0].slot, blocks[-1].end, blocks[0].variant)
 
     def set_schedule(self, block: ClientBlock) -> None:
-        """Write the learning rates and radii of a block's next step."""
-        self.neighbours([block]).set_schedule([task.lr_and_radius(block.k, block.steps) for task in block.tasks])
+        """Write the learning rates of a block's next step."""
+        self.neighbours([block]).set_schedule([task.lr_of_step(block.k, block.steps) for task in block.tasks])
 
     def begin(self, blocks: Sequence[ClientBlock], start: Tensor) -> LocalRows:
         """Begin a round in neighbouring rows of one variant, and return the rows."""
@@ -58,7 +58,7 @@ class StackedRows:
         `put_back` copies back."""
         rows = self.neighbours(blocks) if are_neighbours(blocks) else self._copy_rows(blocks)
         if blocks[0].variant.has_schedule:
-            rows.set_schedule([t.lr_and_radius(block.k, block.steps) for block in blocks for t in block.tasks])
+            rows.set_schedule([t.lr_of_step(block.k, block.steps) for block in blocks for t in block.tasks])
         return rows
 
     def _copy_rows(self, blocks: Sequence[ClientBlock]) -> LocalRows:

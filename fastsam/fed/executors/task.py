@@ -184,9 +184,9 @@ class Task:
         """Return the seed of the model's random numbers (dropout) in both passes of a step."""
         return seeds.derive(self.work.seed, "pass", step)
 
-    def lr_and_radius(self, k: int, steps: int) -> tuple[float, float]:
-        """Return the learning rate and the radius of local step k of `steps`."""
-        return self.lr * self.update.lr_factor(k, steps), self.update.radius(k, steps)
+    def lr_of_step(self, k: int, steps: int) -> float:
+        """Return the learning rate of local step k of `steps`."""
+        return self.lr * self.update.lr_factor(k, steps)
 
     def batches_at_start(self) -> Iterator[tuple[Any, Any, float]]:
         """Yield the batches of a gradient before the first step, with the share of each in the mean: a pilot's, or all

@@ -1,5 +1,5 @@
-"""Storage of clients' states between their rounds (`c_i`, `h_i`, `mu_i`, `w_old_i`): on the run's device, in host
-memory, or in files.
+"""Storage of clients' states between their rounds (`c_i`, `h_i`, `mu_i`, `w_old_i`): on the run's device or in host
+memory.
 
 `RunState.clients` (rundir/checkpoint.py) maps a client to its state. The store determines what kind of tensors these
 are. A cohort (loop/cohort.py) reads a state with `get` and stores the new one with `put`. Nothing in a RunState is
@@ -22,14 +22,18 @@ from torch import Tensor
 
 from fastsam.fed.algorithms.base import Algorithm
 from fastsam.fed.executors.cuda import Cuda
-from fastsam.fed.loop.host_pool import HostPool, make_mapped
+from fastsam.fed.loop.host_pool import HostPool
 from fastsam_kernels.weak_tensors import WeakTensorMap
 
 log = logging.getLogger("fastsam.fed")
 
-CHOICES = ("auto", "host", "device", "disk")
+CHOICES = ("auto", "host", "device")
 SHARE = 0.25  # largest share of the device's memory for the states of all clients, by the rule of "auto"
-HOST_SHARE = 0.5  # largest share of the host's memory; larger states go to files
+HOST_SHARE = 0.5  # largest share of the host's memory without a warning
+TOO_LARGE = (
+    "the states of all clients take %.0f bytes when all have taken part, more than half of the host's memory of %d "
+    "bytes. If memory runs out, use fewer clients, a smaller model, or an algorithm without states of clients"
+)
 _MIN_PREFETCHED = 4  # smallest number of states that are fetched early
 
 State = dict[str, Tensor]
@@ -89,14 +93,13 @@ class HostStateStorage(ClientStateStorage):
     exists. A tensor that several states share (a past model) is copied once and stays shared.
     """
 
+    location = "host"
     prefetches = True
 
-    def __init__(self, device: torch.device, reason: str, num_prefetched: int, pool: HostPool | None = None) -> None:
-        """Make the store, with pinned memory unless a `pool` of other memory is given."""
+    def __init__(self, device: torch.device, reason: str, num_prefetched: int) -> None:
         super().__init__(device, reason)
         self.num_prefetched = num_prefetched
-        self.cuda, self.pool = Cuda(device), HostPool() if pool is None else pool
-        self.location = "host" if pool is None else "disk"
+        self.cuda, self.pool = Cuda(device), HostPool()
         self.stream = self.cuda.stream()
         self._entries: dict[int, PrefetchedState] = {}
         self._queue: dict[int, State] = {}  # to be fetched, in this order
@@ -178,62 +181,20 @@ class HostStateStorage(ClientStateStorage):
         return tensor.device.type == self.device.type
 
 
-class DiskStateStorage(ClientStateStorage):
-    """States of a run on the CPU are rows of mapped files, of which the system keeps in memory what it has room for. A
-    client trains on a copy.
-
-    A tensor that several states share (a past model) is written once, and stays shared.
-    """
-
-    location = "disk"
-
-    def __init__(self, device: torch.device, reason: str) -> None:
-        super().__init__(device, reason)
-        self.pool = HostPool(make_mapped)
-        self._file: WeakTensorMap[Tensor] = WeakTensorMap()  # tensor in memory -> copy in a file
-        self._copy: WeakTensorMap[weakref.ref[Tensor]] = WeakTensorMap()  # tensor in a file -> copy in memory
-
-    def get(self, client: int, state: State) -> State:
-        return {name: self._read(t) for name, t in state.items()}
-
-    def put(self, client: int, state: State) -> State:
-        return {name: self._store(t) for name, t in state.items()}
-
-    def adopt(self, tensor: Tensor) -> Tensor:
-        return self.pool.row(tensor.shape, tensor.dtype).copy_(tensor)
-
-    def _read(self, tensor: Tensor) -> Tensor:
-        reference = self._copy.get(tensor)
-        copy = None if reference is None else reference()
-        if copy is None:
-            copy = tensor.clone()
-            self._copy.set(tensor, weakref.ref(copy))
-            self._file.set(copy, tensor)
-        return copy
-
-    def _store(self, tensor: Tensor) -> Tensor:
-        file_copy = self._file.get(tensor)
-        if file_copy is None:
-            file_copy = self.adopt(tensor.detach())
-            self._file.set(tensor, file_copy)
-        return file_copy
-
-
 def make(location: str, device: torch.device, nbytes: float, num_prefetched: int) -> ClientStateStorage:
     """Return the store for `location` (one of `CHOICES`). The bits of a run do not depend on it.
 
     "auto" is a rule on the size of all clients' states (`nbytes`) and not on free memory. States are on the device if
-    they take at most `SHARE` of its memory, on the host if they take at most `HOST_SHARE` of its memory, else in files.
-    On the CPU device and host are the same.
+    they take at most `SHARE` of its memory, else on the host. On the CPU device and host are the same. A warning says
+    if they take more than `HOST_SHARE` of the host's memory.
     """
     reason = "it was asked for"
     if location == "auto":
         location, reason = _place(device, nbytes)
     log.info("client states: %s, %s", location, reason)
-    if location == "disk":
-        if has_separate_memory(device):
-            return HostStateStorage(device, reason, max(num_prefetched, _MIN_PREFETCHED), HostPool(make_mapped))
-        return DiskStateStorage(device, reason)
+    is_on_host = location == "host" or not has_separate_memory(device)
+    if is_on_host and nbytes > HOST_SHARE * host_memory():
+        log.warning(TOO_LARGE, nbytes, host_memory())
     if not has_separate_memory(device):
         return ClientStateStorage(device, "the device of the run is the CPU, whose memory is host memory")
     if location == "device":
@@ -244,17 +205,11 @@ def make(location: str, device: torch.device, nbytes: float, num_prefetched: int
 def _place(device: torch.device, nbytes: float) -> tuple[str, str]:
     """Return the place of `nbytes` bytes of states by the rule, and the reason. The states of all ranks count, so that
     ranks may share a device."""
-    if has_separate_memory(device):
-        share = nbytes / total_memory(device)
-        reason = f"the states of all clients take {share:.3g} of the device's memory, {SHARE:g} is the limit"
-        if share <= SHARE:
-            return "device", reason
-    else:
-        reason = "the device of the run is the CPU"
-    share = nbytes / host_memory()
-    if share <= HOST_SHARE:
-        return "host", reason
-    return "disk", f"the states of all clients take {share:.3g} of the host's memory, {HOST_SHARE:g} is the limit"
+    if not has_separate_memory(device):
+        return "host", "the device of the run is the CPU"
+    share = nbytes / total_memory(device)
+    reason = f"the states of all clients take {share:.3g} of the device's memory, {SHARE:g} is the limit"
+    return "device" if share <= SHARE else "host", reason
 
 
 def vectors(algorithm: Algorithm, server: State) -> float:

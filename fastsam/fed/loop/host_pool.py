@@ -1,11 +1,8 @@
-"""Memory for the states of clients between their rounds: rows of slabs, in pinned memory or in files."""
+"""Memory for the states of clients between their rounds: rows of slabs in pinned memory."""
 
 from __future__ import annotations
 
 import logging
-import mmap
-import os
-import tempfile
 import weakref
 from collections.abc import Callable, Sequence
 
@@ -75,24 +72,3 @@ class HostPool:
 def make_pinned(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     """Return uninitialised pinned memory. Raises RuntimeError if the system has none left."""
     return torch.empty(tuple(shape), dtype=dtype, pin_memory=True)
-
-
-def make_mapped(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """Return zeros in an unnamed file in the directory of temporary files (`TMPDIR`), mapped into memory.
-
-    The system writes to the file what does not fit memory. Raises OSError at once if the disk lacks the space, and not
-    as a signal on a later write.
-    """
-    nbytes = torch.Size(shape).numel() * dtype.itemsize
-    with tempfile.TemporaryFile(prefix="fastsam-states-") as file:
-        try:
-            os.posix_fallocate(file.fileno(), 0, max(nbytes, 1))
-        except OSError as error:
-            raise OSError(
-                error.errno,
-                f"{error.strerror}: no room for {nbytes / 1e6:.0f} MB of clients' states; TMPDIR names another "
-                f"directory",
-                tempfile.gettempdir(),
-            ) from error
-        memory = mmap.mmap(file.fileno(), max(nbytes, 1))
-    return torch.frombuffer(memory, dtype=torch.uint8)[:nbytes].view(dtype).view(tuple(shape))

@@ -129,8 +129,7 @@ class Settings:
         resumable=True)
     memory_format: str = option("auto", "order of 4-d weights in training; auto: by a rule on model and device",
         choices=FORMATS, resumable=True)
-    client_state: str = option("auto", "storage of clients' states between rounds; auto: by their size; disk: in "
-                                       "mapped files",
+    client_state: str = option("auto", "storage of clients' states between rounds; auto: by their size",
         choices=states.CHOICES, resumable=True)
     max_excluded: float = option(1.0, "share of a round's clients that may be excluded before the run stops; 1: all "
                                       "but one",

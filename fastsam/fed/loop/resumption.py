@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import platform
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -14,7 +13,7 @@ from torch import nn
 
 from fastsam.fed.clients.population import Population
 from fastsam.fed.common.atomic_files import read_bytes, write_json
-from fastsam.fed.common.fingerprints import behaviour, describe, difference, structure
+from fastsam.fed.common.fingerprints import describe, difference, structure
 from fastsam.fed.loop.loop import Loop
 from fastsam.fed.loop.options import Settings
 from fastsam.fed.rundir.checkpoint import RunDirectory, RunDirectoryError, RunState
@@ -32,7 +31,6 @@ def open_directory(
     identity: dict[str, Any],
     config: dict[str, Any] | None,
     stack: ExitStack,
-    behaviours: dict[str, Any],
 ) -> tuple[RunDirectory, RunState]:
     """Return the run directory, and the state to continue from: `start` or the one in the directory."""
     ranks, place = loop.ranks, loop.population.device
@@ -45,7 +43,6 @@ def open_directory(
             identity if config is None else config,
             environment(place)
             | {
-                "behaviour": behaviours,
                 "executor": loop.choice.record(),
                 "client_state": {"where": loop.states.location, "reason": loop.states.reason},
             },
@@ -56,33 +53,21 @@ def open_directory(
             f"rounds must be {state.round} or more, because {run_dir} has {state.round}; got {loop.settings.rounds}"
         )
     _check_rates(run_dir, state.history, loop.settings)
-    _warn_environment(directory.path, behaviours, float32_precision(place))
+    _warn_environment(directory.path, float32_precision(place))
     directory.rewind()
     if ranks.first:
         write_json(directory.path / "config.json", identity if config is None else config)  # rounds, say, may be others
     return directory, state
 
 
-def behaviours_of(model: nn.Module, settings: Settings, collate: object) -> dict[str, Any]:
-    """Return descriptions of the model and of the user's functions. The identity of a run has only their names."""
-    names = ("loss", "sampler", "available", "weighting", "aggregation")
-    functions = {"model": model, "collate": collate} | {name: getattr(settings, name) for name in names}
-    return {name: behaviour(value) for name, value in functions.items() if callable(value)}
-
-
-def _warn_environment(path: Path, behaviours: dict[str, Any], precision: dict[str, str]) -> None:
-    """Log a warning for a model or a function that is another one, under the same name, than when the run began, and
-    for another precision of float32 operations."""
+def _warn_environment(path: Path, precision: dict[str, str]) -> None:
+    """Log a warning if the run began with another precision of float32 operations."""
     try:
-        environment = json.loads(read_bytes(path / "environment.json"))
-        old = environment["behaviour"] if environment["python"] == platform.python_version() else behaviours
-        differences = [difference({name: old[name]}, {name: behaviours[name]}) for name in behaviours if name in old]
-        if "float32_precision" in environment:
-            names = {"float32_precision": environment["float32_precision"]}, {"float32_precision": precision}
-            differences.append(difference(*names))
+        old_precision = json.loads(read_bytes(path / "environment.json"))["float32_precision"]
+        values = difference({"float32_precision": old_precision}, {"float32_precision": precision})
     except (OSError, ValueError, KeyError, TypeError):  # written by another program
         return
-    for values in filter(None, differences):
+    if values is not None:
         log.warning("the run in %s began with another %s: %s; it goes on with %s", path, *values)
 
 

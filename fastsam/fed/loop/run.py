@@ -38,7 +38,7 @@ from fastsam.fed.loop.loop import Loop
 from fastsam.fed.loop.options import Settings
 from fastsam.fed.loop.personal import ClientModels, with_own_buffers
 from fastsam.fed.loop.rates import Rate
-from fastsam.fed.loop.resumption import behaviours_of, identity_of, open_directory, settings_of
+from fastsam.fed.loop.resumption import identity_of, open_directory, settings_of
 from fastsam.fed.loop.trial import check_buffers, try_model
 from fastsam.fed.measures import Measures, NamedMeasures
 from fastsam.fed.measures.hook import accuracy
@@ -191,8 +191,7 @@ def run(
             run_facts = {"weights": digest(model), "callbacks": listeners.names()}
             ranks.agree(identity() | settings.call_options() | run_facts)
         if run_dir is not None:
-            behaviours = behaviours_of(model, settings, collate)
-            directory, state = open_directory(run_dir, resume, loop, state, identity(), config, stack, behaviours)
+            directory, state = open_directory(run_dir, resume, loop, state, identity(), config, stack)
         export_state = partial(_export, model, loop)
         listeners.start(
             ranks, state, directory, lambda: config or settings_of(facts, settings), export_state, identity,

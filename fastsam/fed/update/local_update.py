@@ -46,11 +46,11 @@ NU = 1e-7  # added to the norm of a direction; the papers add nothing, their sim
 # Fields of a LocalUpdate: the numbers and flags, the vectors, and all optional objects.
 NUMBERS = (
     *("direction", "rho", "eta", "perturbed_weight", "clean_weight", "surrogate_gap", "proximal_coefficient"),
-    *("drift_weight", "uses_last_gradient", "penalty", "lr_end_factor", "rho_end_factor"),
+    *("drift_weight", "uses_last_gradient", "penalty", "lr_end_factor"),
     *("anchor_weight", "full_gradient", "second_moment_steps"),
 )
 VECTORS = (
-    *("gradient_offset", "direction_vector", "dual", "server_perturbation", "start", "anchor", "rho_scale"),
+    *("gradient_offset", "direction_vector", "dual", "server_perturbation", "start", "anchor"),
     "step_offset",
 )
 OBJECTS = (*VECTORS, "pilot", "optimizer_state")
@@ -103,11 +103,6 @@ class LocalUpdate(NamedOptions):
         server_perturbation: s (GRADIENT_MINUS_DUAL).
         penalty: alpha (GRADIENT_MINUS_DUAL).
         lr_end_factor: the learning rate of step k of K is `1 - (1 - lr_end_factor)*k/K` times the round's.
-        rho_end_factor: the radius of step k of K is `1 - (1 - rho_end_factor)*k/K` times rho, for directions that
-            perturb step by step.
-        rho_scale: factors >= 0 of the radius, weight by weight (`ParameterLayout.factors`): `eps = rho * rho_scale *
-            d/(||d|| + nu)`. Weights with factor 0 are not perturbed and not in the norm. Not without a direction, and
-            not with a dual.
         anchor: weights towards which the perturbed point, at which g2 is taken, is moved. Not with PATH and CONSTANT.
         anchor_weight: c, from 0 (no movement) to 1 (the anchor).
         start: weights at which the local steps begin, in place of the global model; deltas are measured from there.
@@ -142,8 +137,6 @@ class LocalUpdate(NamedOptions):
     server_perturbation: Tensor | None = None
     penalty: float = 1.0
     lr_end_factor: float = 1.0
-    rho_end_factor: float = 1.0
-    rho_scale: Tensor | None = None
     anchor: Tensor | None = None
     anchor_weight: float = 0.0
     start: Tensor | None = None
@@ -166,10 +159,6 @@ class LocalUpdate(NamedOptions):
     def lr_factor(self, k: int, steps: int) -> float:
         """Return the learning rate of step k of `steps`, in units of the round's."""
         return 1 - (1 - self.lr_end_factor) * k / steps
-
-    def radius(self, k: int, steps: int) -> float:
-        """Return the radius of step k of `steps`."""
-        return self.rho * (1 - (1 - self.rho_end_factor) * k / steps)
 
 
 ClientUpdate = tuple[LocalUpdate, int]  # a client's local update, and the client's row in its vectors
@@ -206,12 +195,11 @@ def _make_constants(update: LocalUpdate, names: Sequence[str]) -> Constants:
         bool(update.proximal_coefficient),
         mix.needs_g1,
         bool(update.surrogate_gap),
-        update.lr_end_factor != 1 or update.rho_end_factor != 1,
+        update.lr_end_factor != 1,
         update.drift_weight,
         update.uses_last_gradient,
         update.anchor_weight,
         "pilot" in names,
-        "rho_scale" in names,
         bool(update.full_gradient),
         "start" in names,
         "optimizer_state" in names,
@@ -233,16 +221,6 @@ def _check(c: LocalUpdate, names: Sequence[str]) -> None:
     number("eta", c.eta, at_least=0)
     number("penalty", c.penalty, greater_than=0)
     number("lr_end_factor", c.lr_end_factor, at_least=0)
-    number("rho_end_factor", c.rho_end_factor, at_least=0)
-    if c.rho_end_factor != 1 and c.direction in (Direction.NONE, Direction.CONSTANT):
-        raise ValueError(
-            "LocalUpdate: rho_end_factor belongs to directions with a perturbation of every step; the direction is "
-            f"{c.direction.value!r}, with rho_end_factor={c.rho_end_factor!r}"
-        )
-    if "rho_scale" in names and c.direction in (Direction.NONE, Direction.GRADIENT_MINUS_DUAL):
-        raise ValueError(
-            f"LocalUpdate: rho_scale belongs to a perturbation without a dual; the direction is {c.direction.value!r}"
-        )
     number("anchor_weight", c.anchor_weight, at_least=0, at_most=1)
     for name in ("perturbed_weight", "clean_weight", "proximal_coefficient", "surrogate_gap", "drift_weight"):
         number(name, getattr(c, name))
@@ -282,10 +260,6 @@ def _check(c: LocalUpdate, names: Sequence[str]) -> None:
         raise ValueError(
             "LocalUpdate: a pilot finds the radius of a perturbation, by gradients that take the place of the full "
             f"one; got the direction {c.direction.value!r} and full_gradient={c.full_gradient!r}"
-        )
-    if "pilot" in names and c.rho_end_factor != 1:
-        raise ValueError(
-            f"LocalUpdate: a pilot finds one radius for the whole round; got rho_end_factor={c.rho_end_factor!r}"
         )
 
 

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from fastsam.arena import Layout, Segment
-from fastsam.fed.common.checks import number
 from fastsam.fed.update.model_copy import export
 
 
@@ -140,28 +139,6 @@ class ParameterLayout:
                 )
             names |= matches
         return tuple(i for i, name in enumerate(self.names) if name in names)
-
-    def factors(self, option: str, numbers: Mapping[str, float], like: Tensor) -> Tensor:
-        """Return a row `[row_size]` with one number for each parameter, for `LocalUpdate(rho_scale=...)`.
-
-        Args:
-            option: the option's name, for error messages.
-            numbers: numbers by pattern, as in `mask`. The last matching pattern counts. Parameters without a match get
-                1, the padding 0.
-            like: a tensor with the dtype and the device.
-
-        Raises:
-            ValueError: a pattern matches no trainable parameter, or a number is negative or not finite.
-        """
-        row = torch.zeros(self.row_size, dtype=like.dtype)
-        views = list(self.unflatten(row).values())
-        for view in views:
-            view.fill_(1)
-        for pattern, value in numbers.items():
-            number(f"{option}[{pattern!r}]", value, at_least=0)
-            for place in self.indices(option, pattern):
-                views[place].fill_(value)
-        return row.to(like.device)
 
     @property
     def padding(self) -> Tensor:

@@ -33,12 +33,11 @@ class StepVariant:
         has_phi: there is a proximal term.
         keeps_first: the update reads the first gradient too.
         surrogate: the weight of g2 is computed on the device (GSAM).
-        has_schedule: the learning rate or the radius is different in every step.
+        has_schedule: the learning rate is different in every step.
         drift_weight: weight of `w - w^t` in the direction.
         uses_last_gradient: the gradient of the step before is in the direction.
         anchor_weight: share by which the perturbed point is pulled towards the anchor.
         has_pilot: gradients at the start find the radius.
-        has_rho_scale: the radius is different in every weight.
         has_full_gradient: the gradient over all samples is taken at the start.
         has_start: the local steps begin elsewhere than at the global model.
         has_optimizer_state: the local optimizer's state comes from outside, and is a result of the round.
@@ -55,7 +54,6 @@ class StepVariant:
     uses_last_gradient: bool = False
     anchor_weight: float = 0.0
     has_pilot: bool = False
-    has_rho_scale: bool = False
     has_full_gradient: bool = False
     has_start: bool = False
     has_optimizer_state: bool = False
@@ -122,7 +120,6 @@ class StepVariant:
         uses = {
             "direction_vector": self.direction in ALONG_THE_WAY,
             "anchor": self.anchor_weight > 0,
-            "rho_scale": self.has_rho_scale,
             "step_offset": self.has_step_offset,
         }
         return tuple(name for name, is_given in uses.items() if is_given)

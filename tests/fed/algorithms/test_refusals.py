@@ -203,8 +203,6 @@ test_refused = refusals(
     (lambda: fed.LocalUpdate(pilot=fed.Pilot(1, abs)), "a pilot finds the radius of a perturbation.*'none'"),
     (lambda: fed.LocalUpdate(D.GRADIENT, full_gradient=True, pilot=fed.Pilot(1, abs)),
      'take the place of the full one.*full_gradient=True'),
-    (lambda: fed.LocalUpdate(D.GRADIENT, pilot=fed.Pilot(1, abs), rho_end_factor=0.5),
-     'a pilot finds one radius for the whole round; got rho_end_factor=0.5'),
     # fedntd needs labels
     (lambda: start(fed.FedNTD(), torch.nn.Linear(6, 1).double(), [(x, x[:, :1]) for x, _ in CLIENTS], loss=F.mse_loss),
      "FedNTD needs labels that number the model's outputs"),

@@ -103,7 +103,7 @@ def test_a_run_in_parts_has_the_bits_of_one_in_one_piece(
             train(name, executor, slots)
         return
     train(name, rounds=1, run_dir=tmp_path)
-    assert bits(name, executor, slots, run_dir=tmp_path, resume=True, client_state="disk") == plain_bits(
+    assert bits(name, executor, slots, run_dir=tmp_path, resume=True) == plain_bits(
         name, is_on_stand_in=executor != "threads"
     )
 

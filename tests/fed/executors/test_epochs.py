@@ -10,21 +10,21 @@ from fastsam.fed.executors.rowprograms.row_steps import RowSteps
 from fastsam_kernels import native
 from tests.helpers import oracle
 from tests.helpers.fake_cuda import FakeCuda, Watch
+from tests.helpers.fake_devices import install_epochs
 from tests.helpers.fed_runs import digest
 
 
-class Scaled(fed.Algorithm):
-    """A step that reads vectors of the round's start, with a radius for each parameter."""
+class ByDrift(fed.Algorithm):
+    """A step that reads vectors of the round's start."""
 
     def local_update(self, server, client, round):
-        scale = round.layout.factors("rho_scale", {"0": 0.5, "2.bias": 0.0}, server["w"])
-        return fed.LocalUpdate(fed.Direction.GRADIENT_BY_DRIFT, rho=0.5, rho_scale=scale)
+        return fed.LocalUpdate(fed.Direction.GRADIENT_BY_DRIFT, rho=0.5)
 
 
 CASES = {
     "fedavg": fed.FedAvg(), "fedsam": fed.FedSAM(rho=0.05), "adaptive": fed.FedSAM(rho=0.05, adaptive=True),
     "fedgsam": fed.FedGSAM(rho=0.05), "fedsmoo": fed.FedSMOO(rho=0.05), "fedlesam": fed.FedLESAM(rho=0.05),
-    "fedscam": fed.FedSCAM(rho=0.3), "scaffold": fed.SCAFFOLD(), "scaled": Scaled(),
+    "fedscam": fed.FedSCAM(rho=0.3), "scaffold": fed.SCAFFOLD(), "by drift": ByDrift(),
 }  # fmt: skip
 EVEN = (6,) * 3  # a whole batch and a partial one
 
@@ -32,7 +32,7 @@ EVEN = (6,) * 3  # a whole batch and a partial one
 @pytest.fixture
 def capture_epochs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Runs capture, in `FakeCuda.graphs`."""
-    monkeypatch.setattr(epoch_graphs, "epoch_graphs_of", lambda setup: epoch_graphs.EpochGraphs(FakeCuda(setup.device)))
+    install_epochs(monkeypatch)
 
 
 def train(algorithm: object, sizes: tuple[int, ...] = EVEN, clients: object = None, **options: object) -> str:

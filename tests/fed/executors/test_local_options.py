@@ -34,7 +34,7 @@ VARIANTS = {
     "has_phi": {"proximal_coefficient": 0.2},
     "keeps_first": {"direction": D.GRADIENT, "rho": 0.3, "perturbed_weight": 0.6, "clean_weight": 0.4},
     "surrogate": {"direction": D.GRADIENT, "rho": 0.3, "surrogate_gap": 0.3},
-    "has_schedule": {"direction": D.GRADIENT, "rho": 0.3, "lr_end_factor": 0.5, "rho_end_factor": 0.2},
+    "has_schedule": {"direction": D.GRADIENT, "rho": 0.3, "lr_end_factor": 0.5},
     "drift_weight": {"direction": D.PATH, "rho": 0.3, "direction_vector": w, "drift_weight": -1.0},
     "uses_last_gradient": {
         "direction": D.GRADIENT_PLUS,
@@ -44,7 +44,6 @@ VARIANTS = {
     },
     "anchor_weight": {"direction": D.GRADIENT, "rho": 0.3, "anchor": ones, "anchor_weight": 0.3},
     "has_pilot": {"direction": D.GRADIENT, "pilot": fed.Pilot(1, lambda norms, gradients: 0.3 / (1 + norms))},
-    "has_rho_scale": {"direction": D.GRADIENT, "rho": 0.3, "rho_scale": ones},
     "has_full_gradient": {"full_gradient": True},
     "has_start": {"start": w},
     "has_optimizer_state": {"optimizer_state": {}},

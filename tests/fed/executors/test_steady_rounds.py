@@ -10,8 +10,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from bench.fed.workload import Workload
 from fastsam import backend, fed
-from fastsam.fed.executors import epoch_graphs
 from tests.helpers.fake_cuda import FakeCuda
+from tests.helpers.fake_devices import install_epochs
 
 aten = torch.ops.aten
 CLIENTS, ROUNDS, EAGER = 4, 5, 2  # the first two epochs of a shape are not captured
@@ -57,7 +57,7 @@ class Counting(torch.nn.Module):
 
 def test_a_steady_round_of_a_cnn_is_a_replay(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     """The CNN's maxima and kinks make one gradient in fifty of such rounding."""
-    monkeypatch.setattr(epoch_graphs, "epoch_graphs_of", lambda setup: epoch_graphs.EpochGraphs(FakeCuda(setup.device)))
+    install_epochs(monkeypatch)
     load, rounds = Workload("cnn", clients=CLIENTS, cohort=CLIENTS), list[tuple[int, int]]()
     with LikeGpu() as mode:
 

@@ -141,7 +141,9 @@ def test_clients_that_begin_together_draw_once_an_epoch(monkeypatch):
             rows = [batches[k][name] for batches, k in zip(expected, steps, strict=True)]
             assert torch.equal(batch[name], torch.stack(rows))
     assert len(draws) == 2
-    assert gather_together([BatchGatherer([work]) for work in works_of((7, 4, 5), False)], [0, 0, 0]) is None  # no store
+    assert (
+        gather_together([BatchGatherer([work]) for work in works_of((7, 4, 5), False)], [0, 0, 0]) is None
+    )  # no store
     for gatherer, batches in zip(gatherers, expected, strict=True):
         assert all(torch.equal(gatherer.get(k)[0][0], x) for k, (x, _) in enumerate(batches))
 

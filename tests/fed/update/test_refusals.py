@@ -61,17 +61,4 @@ test_refused = refusals(
     (lambda: ROWS.flatten({"0.weight": torch.zeros(1)}), "each of the parameters .*missing or unknown: 0.bias"),
     (lambda: ROWS.flatten(dict(MODEL.named_parameters()) | {"2.bias": torch.zeros(6)}),
      r"'2.bias' must be \[3\], got \[6\]"),
-    # radii of parameters
-    (lambda: ROWS.factors("rho_scale", {"head.*": 0.0}, torch.zeros(256)),
-     r"rho_scale: 'head.\*' matches no trainable parameter .* its names are 0.weight, 0.bias, 2.weight"),
-    (lambda: ROWS.factors("rho_scale", {"0": -1.0}, torch.zeros(256)),
-     r"rho_scale\['0'\] must be a finite number >= 0, got -1.0"),
-    # options of the radius
-    (lambda: fed.LocalUpdate(D.GRADIENT, rho_end_factor=-0.1), 'rho_end_factor must be a finite number >= 0, got -0.1'),
-    (lambda: fed.LocalUpdate(rho_scale=torch.ones(3)),
-     "rho_scale belongs to a perturbation without a dual; the direction is 'none'"),
-    (lambda: fed.LocalUpdate(rho_end_factor=0.5),
-     "rho_end_factor belongs to directions with a perturbation of every step; the direction is 'none'"),
-    (lambda: fed.LocalUpdate(D.CONSTANT, direction_vector=torch.zeros(3), rho_end_factor=0.5),
-     "the direction is 'constant', with rho_end_factor=0.5"),
 )  # fmt: skip
