@@ -6,7 +6,7 @@ import operator
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from itertools import accumulate, islice
+from itertools import accumulate, islice, repeat
 from typing import Any
 
 import torch
@@ -69,8 +69,10 @@ def _sizes_of(samples: int, batch_size: int, drop_last: bool) -> tuple[int, ...]
 class Orders:
     """The orders of the samples of some clients in a round, drawn for all of them in one call an epoch.
 
-    Attributes:
+    Attributes, known when the clients' numbers of samples are:
+        sizes: number of samples of each client.
         kept: number of samples of each client in an epoch.
+        epochs: number of epochs of each client.
         begins: place of each client in `indices`, and the end of the last one.
     """
 
@@ -82,15 +84,18 @@ class Orders:
         return [Work(client, self, place, self.options) for place, client in enumerate(self.clients)]
 
     @cached_property
+    def sizes(self) -> Sequence[int]:
+        return list(map(self.population.clients.sizes.__getitem__, self.clients))
+
+    @cached_property
     def kept(self) -> Sequence[int]:
-        sizes = self.population.clients.sizes
-        return [sum(self.options.sizes_of(sizes[i])) for i in self.clients]
+        kept = {n: sum(self.options.sizes_of(n)) for n in set(self.sizes)}
+        return list(map(kept.__getitem__, self.sizes))
 
     @cached_property
     def epochs(self) -> Sequence[int]:
-        """Number of epochs of each client."""
-        sizes = self.population.clients.sizes
-        return [self.options.epochs_of(sizes[i]) for i in self.clients]
+        epochs = {n: self.options.epochs_of(n) for n in set(self.sizes)}
+        return list(map(epochs.__getitem__, self.sizes))
 
     @cached_property
     def begins(self) -> Sequence[int]:
@@ -101,32 +106,32 @@ class Orders:
         """The indices of the samples of all clients, int64 `[.]` on the host: of each client one epoch after the other.
         They count in the store, or in the client's own data."""
         out = torch.empty(self.begins[-1], dtype=torch.int64, device="cpu")
+        store = self.population.clients.store
+        firsts = repeat(0) if store is None else map(store.offsets.__getitem__, self.clients)
+        lines = list(zip(self.clients, self.sizes, self.kept, self.begins, firsts, strict=False))
         for epoch in range(max(self.epochs)):
-            self._write(out, epoch, [place for place, epochs in enumerate(self.epochs) if epoch < epochs])
+            if epoch:
+                left = [line for line, epochs in zip(lines, self.epochs, strict=True) if epoch < epochs]
+                lines_of_epoch = [(i, n, kept, begin + epoch * kept, first) for i, n, kept, begin, first in left]
+            else:
+                lines_of_epoch = lines
+            seeds.write_orders(out, lines_of_epoch, self._seed(epoch))
         return out
 
     def of(self, place: int, epoch: int) -> Tensor:
         """Return the indices of a client's samples in an epoch, int64 `[samples]` on the host."""
-        kept = self.kept[place]
+        kept, client = self.kept[place], self.clients[place]
         if epoch < self.epochs[place]:
             begin = self.begins[place] + epoch * kept
             return self.indices[begin : begin + kept]
         out = torch.empty(kept, dtype=torch.int64, device="cpu")  # a loop asked for more epochs
-        self._write(out, epoch, [place], begin=0)
+        first = first_index(self.population.clients, client)
+        seeds.write_orders(out, [(client, self.sizes[place], kept, 0, first)], self._seed(epoch))
         return out
 
-    def _write(self, out: Tensor, epoch: int, places: Sequence[int], begin: int | None = None) -> None:
-        """Write the orders of some clients in an epoch to their places, or to `begin`."""
-        clients, kept = self.population.clients, self.kept
-        lines = [
-            (
-                self.clients[i], clients.sizes[self.clients[i]], kept[i],
-                self.begins[i] + epoch * kept[i] if begin is None else begin, first_index(clients, self.clients[i]),
-            )
-            for i in places
-        ]  # fmt: skip
-        purpose = (self.options.seed, "shuffle", self.round, epoch) if self.options.shuffle else ()
-        seeds.write_orders(out, lines, purpose)
+    def _seed(self, epoch: int) -> tuple[int | str, ...]:
+        """Return what the orders of an epoch are drawn from, or nothing if samples come in their stored order."""
+        return (self.options.seed, "shuffle", self.round, epoch) if self.options.shuffle else ()
 
 
 @dataclass(slots=True)
@@ -272,8 +277,7 @@ def orders_of(works: Sequence[Work], epoch: int) -> Tensor:
 def indices_of(works: Sequence[Work], epochs: Sequence[range]) -> Tensor:
     """Return the indices of the samples of works in some of their epochs, int64 `[.]`, one work after the other."""
     orders, place = works[0].orders, works[0].place
-    are_all = all(len(one) == orders.epochs[work.place] for work, one in zip(works, epochs, strict=True))
-    if are_all and _are_neighbours(works):
+    if _are_neighbours(works) and list(map(len, epochs)) == orders.epochs[place : place + len(works)]:
         return orders.indices[orders.begins[place] : orders.begins[place + len(works)]]
     return torch.cat([work.order(epoch) for work, one in zip(works, epochs, strict=True) for epoch in one])
 
@@ -281,7 +285,8 @@ def indices_of(works: Sequence[Work], epochs: Sequence[range]) -> Tensor:
 def _are_neighbours(works: Sequence[Work]) -> bool:
     """Return True for works that were planned together, one after the other."""
     orders, place = works[0].orders, works[0].place
-    return all(work.orders is orders and work.place == place + i for i, work in enumerate(works))
+    places = [work.place for work in works if work.orders is orders]
+    return places == list(range(place, place + len(works)))
 
 
 def first_index(clients: Clients, client: int) -> int:
