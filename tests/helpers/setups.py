@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from fastsam.arena import Layout
 from fastsam.fed.clients.all_clients import PairClients
 from fastsam.fed.clients.packed_samples import pack_samples
+from fastsam.fed.clients.plan import plan
 from fastsam.fed.clients.population import Population
 from fastsam.fed.clients.samples import Tensors
 from fastsam.fed.executors import LocalOptions, Setup, Task
@@ -55,8 +56,14 @@ def oracle_tasks(
     pairs, store = pack_samples(clients)
     setup = setup_of(model, pairs, LocalOptions(**keywords), loss=loss, **{"store": store, **facts})
     update = update or LocalUpdate(Direction.GRADIENT, rho=0.05)
-    tasks = [Task(i, setup, 0, 0.1, update) for i in range(len(clients))]
+    tasks = tasks_of(setup, range(len(clients)), update)
     return tasks, start, setup
+
+
+def tasks_of(setup: Setup, clients: Sequence[int], update: LocalUpdate) -> list[Task]:
+    """Return the tasks of clients in round 0, planned together."""
+    works = plan(setup.population, setup.options, 0, clients, len(clients))
+    return [Task(i, work, setup, 0, 0.1, update) for i, work in zip(clients, works, strict=True)]
 
 
 def ends_of(groups: Iterable[ClientResults]) -> list[ClientResults]:

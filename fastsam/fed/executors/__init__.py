@@ -10,7 +10,7 @@ import pkgutil
 
 from fastsam.fed.executors.auto import AUTO, Choice, choose
 from fastsam.fed.executors.base import ClientError, ClientOutcome, Executor, registry
-from fastsam.fed.executors.task import LocalOptions, Setup, Task, split_epoch
+from fastsam.fed.executors.task import LocalOptions, Setup, Task
 
 for _module in pkgutil.iter_modules(__path__):
     importlib.import_module(f"{__name__}.{_module.name}")
@@ -39,6 +39,5 @@ __all__ = [
     "choose",
     "names",
     "registry",
-    "split_epoch",
     "stacks",
 ]

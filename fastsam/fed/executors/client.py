@@ -49,7 +49,7 @@ class Client:
                 "Direction.PATH, or client.w"
             )
         self._row, self._task, self._stop_requested, self._limit = row, task, stop_requested, limit
-        self.id, self.num_samples, self.model = task.client, task.samples, row.replica.module
+        self.id, self.num_samples, self.model = task.client, task.work.samples, row.replica.module
         self.backward_passes = row.extra_backward_passes
         self.has_phases = False  # the local work is more than one path of steps over the run's batches
         self._epochs = 0  # number of epochs begun
@@ -101,16 +101,17 @@ class Client:
         The epochs continue from call to call, each in a new order. Samples that are not pairs of tensors come
         as (batch, None).
         """
-        task = self._task.next_task(self._epochs, epochs)
+        work = self._task.work.more(self._epochs, epochs)
         self.has_phases |= self._epochs > 0 or epochs is not None
-        self._epochs += task.epochs
-        for batch, size in zip(self._read(task.batches()), task.batch_sizes(), strict=False):
+        self._epochs += len(work.epochs)
+        for batch, size in zip(self._read(work.batches()), work.batch_sizes(), strict=False):
             self._batch_size, self._is_new_batch = size, True
             yield batch
 
     def full_batches(self) -> Iterator[tuple[Any, Any]]:
         """Yield all samples once in batches (x, y), in stored order."""
-        yield from self._read(self._task.full_batches())
+        work = self._task.work
+        yield from self._read((x, y) for x, y, _ in work.full_batches(work.options.batch_size))
 
     def _read(self, batches: Iterator[Batch]) -> Iterator[Batch]:
         """Yield batches until the executor stops the loop. An error in reading is an error of the client."""

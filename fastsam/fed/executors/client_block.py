@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fastsam.fed.clients.samples import Tensors, tensors_of
 from fastsam.fed.executors.base import ClientError
-from fastsam.fed.executors.batch_gatherer import BatchGatherer, SampleOrders, gather_together
+from fastsam.fed.executors.batch_gatherer import BatchGatherer, gather_together
 from fastsam.fed.executors.local_rows import LocalRows
 from fastsam.fed.executors.task import Task
 from fastsam.fed.update.local_update import ClientResults, Snapshot
@@ -76,7 +76,7 @@ class ClientBlock:
     def samples(self) -> Tensors:
         """Return the memory of the samples, each `[n, ...]`, of all clients, or of the first client."""
         task, store = self.tasks[0], self.tasks[0].setup.population.clients.store
-        return task.tensors if store is None else store.tensors
+        return task.work.tensors if store is None else store.tensors
 
     @property
     def epoch(self) -> int:
@@ -124,7 +124,7 @@ class ClientBlock:
         ClientError."""
         try:
             for task in self.tasks:
-                task.open()
+                task.work.open()
             for batches in zip(*(task.batches_at_start() for task in self.tasks), strict=True):
                 tensors = zip(*(tensors_of(batch) for *batch, _ in batches), strict=True)
                 yield tuple(map(torch.stack, tensors)), [share for *_, share in batches]
@@ -152,24 +152,22 @@ class Schedules:
     def of(self, task: Task, variant: StepVariant) -> BatchSchedule:
         """Return the schedule of a task's batches in steps of `variant`."""
         is_stored = task.setup.population.clients.store is not None  # in a store all samples are alike
-        shapes = () if is_stored else tuple(t.shape[1:] for t in task.tensors)
-        key = (variant, task.samples, *shapes)
+        shapes = () if is_stored else tuple(t.shape[1:] for t in task.work.tensors)
+        key = (variant, task.work.samples, *shapes)
         schedule = self._known.get(key)
         if schedule is None:
-            sizes, batch_sizes, numbers = task.epoch_sizes(), task.batch_sizes(), self._shape_numbers
+            sizes, batch_sizes, numbers = task.work.sizes, task.work.batch_sizes(), self._shape_numbers
             full, last = (numbers.setdefault((variant, n, *shapes), len(numbers)) for n in (sizes[0], sizes[-1]))
             schedule = self._known[key] = BatchSchedule(sizes, (full, last), len(batch_sizes), sum(batch_sizes))
         return schedule
 
 
-def block_of(orders: SampleOrders, part: slice, slot: int, variant: StepVariant, schedules: Schedules) -> ClientBlock:
-    """Return a block of tasks of one key (see `gather_keys`), whose steps are of `variant`, from slot `slot` on. They
-    are a part of tasks that begin together."""
-    tasks = orders.tasks[part]
+def block_of(tasks: Sequence[Task], slot: int, variant: StepVariant, schedules: Schedules) -> ClientBlock:
+    """Return a block of tasks of one key (see `gather_keys`), whose steps are of `variant`, from slot `slot` on."""
     first, schedule = tasks[0], schedules.of(tasks[0], variant)
     has_gatherer = first.setup.population.augment is None
-    gatherer = BatchGatherer(tasks, schedule.sizes, orders, part.start) if has_gatherer else None
-    batches = iter(()) if has_gatherer else first.batches()
+    gatherer = BatchGatherer([task.work for task in tasks]) if has_gatherer else None
+    batches = iter(()) if has_gatherer else first.work.batches()
     snapshots: list[dict[int, Snapshot]] = [{} for _ in tasks]
     return ClientBlock(
         tasks, slot, slot + len(tasks), variant, *schedule, gatherer, batches, snapshots

@@ -99,7 +99,7 @@ class ClientTrainer:
         self.k, self.extra_backward_passes, self.snapshots = 0, 0, {}
         if task.setup.population.clients.is_batched:
             with self.client_errors:
-                task.open()
+                task.work.open()
         self._measure(task)
 
     def begin_steps(self) -> None:
@@ -110,7 +110,7 @@ class ClientTrainer:
             self._first_gradient()
         if self.rows.variant.constant and (e := task.vector("direction_vector")) is not None:
             self.rows.start_shifted(e)
-        self.batches = task.batches()
+        self.batches = task.work.batches()
 
     def next_step(self, x: Any, y: Any, size: int) -> Tensor:
         """Take the next local step on a batch of `size` samples, and return the loss."""
@@ -182,8 +182,9 @@ class ClientTrainer:
 
     def _measure(self, task: Task) -> None:
         """Compute the number of steps, and of samples in each."""
-        if self._num_samples != task.samples:  # the other options are equal for all clients of a run
-            self._num_samples, self.batch_sizes = task.samples, task.batch_sizes()
+        samples = task.work.samples
+        if self._num_samples != samples:  # the other options are equal for all clients of a run
+            self._num_samples, self.batch_sizes = samples, task.work.batch_sizes()
             self.last, self.num_samples = len(self.batch_sizes) - 1, sum(self.batch_sizes)
 
     def _first_gradient(self) -> None:

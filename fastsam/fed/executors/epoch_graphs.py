@@ -60,7 +60,7 @@ class EpochGraphs:
         if any(task.snapshots for task in block.tasks) or block.k + block.epoch > block.steps:
             return False
         ends = rows.variant.has_dual and block.k + block.epoch == block.steps
-        key = (rows.part.start, rows.part.stop, rows.variant, block.tasks[0].samples, ends)
+        key = (rows.part.start, rows.part.stop, rows.variant, block.tasks[0].work.samples, ends)
         epoch = self._graphs.get(key)
         functions = () if epoch is not None else self._functions(key, block, replays)
         if functions is None:

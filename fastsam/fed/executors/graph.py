@@ -120,10 +120,10 @@ class Graph(LaneExecutor):
 
     def _chunks_of(self, task: Task) -> list[Chunk]:
         """Return the steps of a client in chunks."""
-        key = task.samples, task.snapshots
+        key = task.work.samples, task.snapshots
         if key not in self._chunks:
             most = 1 if self.rows.store is None else self.most
-            self._chunks[key] = cut(task.batch_sizes(), len(task.epoch_sizes()), task.snapshots, most)
+            self._chunks[key] = cut(task.work.batch_sizes(), len(task.work.sizes), task.snapshots, most)
         return self._chunks[key]
 
     def _lane(self, slot: int) -> GraphLane:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fastsam.fed.clients.plan import BLOCK
 from fastsam.fed.clients.samples import leaves, map_tree, tensors_of
 from fastsam.fed.executors.base import ClientError
 from fastsam.fed.executors.client_trainer import ClientTrainer
@@ -18,7 +19,7 @@ from fastsam.fed.executors.cuda import Cuda
 from fastsam.fed.executors.lane_rows import LaneRows
 from fastsam.fed.executors.randomness import LaneRandomness, PassRandomness
 from fastsam.fed.executors.streams import Lane
-from fastsam.fed.executors.task import BLOCK, Setup
+from fastsam.fed.executors.task import Setup
 from fastsam_kernels.hparams import HParam
 
 _EAGER_STEPS = 2  # steps before a capture, because libraries set up on first use and that cannot be captured
@@ -97,7 +98,7 @@ class CapturableTrainer(ClientTrainer):
         store, device = self.lanes.store, self.z.device.type
         assert store is not None
         result = []
-        for data, own in ((store.x, self.task.x), (store.y, self.task.y)):
+        for data, own in zip(store.tensors, self.task.work.tensors, strict=True):
             size = data[0].numel() * data.element_size()
             if not data.is_floating_point():
                 result.append(0)

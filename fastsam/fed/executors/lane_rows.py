@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -47,7 +46,8 @@ class LaneRows:
         self.range: Tensor | None = None
         self.schedule: Tensor | None = None
         if self.store is not None:
-            self.indices = torch.zeros(slots, _most_samples(setup), dtype=torch.int64, device=setup.device)
+            longest = max(map(setup.options.samples_of, _sizes(setup)))
+            self.indices = torch.zeros(slots, longest, dtype=torch.int64, device=setup.device)
             self.range = torch.arange(samples_at_once, device=setup.device)
         self._windows: dict[tuple[int, int], LocalRows] = {}
 
@@ -78,23 +78,19 @@ class LaneRows:
     def _write_indices(self, slot: int, tasks: Sequence[Task]) -> None:
         """Write the indices of the samples of tasks to the rows from `slot` on, in one copy."""
         assert self.indices is not None and self.store is not None
-        counts = [sum(task.batch_sizes()) for task in tasks]
-        indices = np.zeros((len(tasks), max(counts)), np.int64)
+        counts = [sum(task.work.batch_sizes()) for task in tasks]
+        indices = torch.zeros(len(tasks), max(counts), dtype=torch.int64)
         for row, task, count in zip(indices, tasks, counts, strict=True):
-            done, size = 0, sum(task.epoch_sizes())
-            for epoch in range(task.epochs):
-                order = task.order(epoch).numpy() if self.setup.options.shuffle else np.arange(size)
-                part = row[done : min(done + size, count)]
-                np.add(order[: len(part)], self.store.offsets[task.client], out=part)
-                done += size
+            orders = torch.cat([task.work.order(epoch) for epoch in task.work.epochs])
+            row[:count] = orders[:count]
         target = self.indices[slot : slot + len(tasks), : max(counts)]
-        target.copy_(to_device(torch.from_numpy(indices), target.device))
+        target.copy_(to_device(indices, target.device))
 
     def _write_schedule(self, slot: int, trainers: Sequence[ClientTrainer]) -> None:
         """Write the learning rates of all steps to the rows from `slot` on, in one copy."""
         steps = [trainer.last + 1 for trainer in trainers]
         if self.schedule is None:
-            shape = len(self.counters), _most_steps(self.setup)
+            shape = len(self.counters), max(map(self.setup.options.steps_of, _sizes(self.setup)))
             self.schedule = torch.zeros(shape, dtype=torch.float64, device=self.setup.device)
         numbers = torch.zeros(len(trainers), max(steps), dtype=torch.float64)
         for row, trainer, n in zip(numbers, trainers, steps, strict=True):
@@ -123,16 +119,9 @@ class LaneRows:
         )
 
 
-def _most_samples(setup: Setup) -> int:
-    """Return the largest number of samples that a client trains on in a round."""
-    options, largest = setup.options, max(setup.population.clients.sizes)
-    return largest * options.local_epochs if options.local_steps is None else options.local_steps * options.batch_size
-
-
-def _most_steps(setup: Setup) -> int:
-    """Return the largest number of steps that a client takes in a round."""
-    options, largest = setup.options, max(setup.population.clients.sizes)
-    return options.local_steps or options.local_epochs * -(-largest // options.batch_size)
+def _sizes(setup: Setup) -> set[int]:
+    """Return the numbers of samples that clients have."""
+    return set(setup.population.clients.sizes)
 
 
 def _late_fields(variant: StepVariant) -> list[str]:

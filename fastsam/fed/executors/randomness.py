@@ -141,7 +141,7 @@ class PassRandomness:
         """Set the numbers that a pass of step k draws."""
         self.generators[0].manual_seed(task.pass_seed(k))
         if self.of_device is not None:
-            self.of_device.manual_seed(task.seed).set_offset(k * PASS_OFFSET)
+            self.of_device.manual_seed(task.work.seed).set_offset(k * PASS_OFFSET)
 
     def has_drawn(self) -> bool:
         """Return True once, at the end of the first client that drew."""
@@ -206,11 +206,11 @@ class LaneRandomness(PassRandomness):
     def begin_replay(self, task: Task, k: int) -> None:
         """Set the numbers of a replay, or of a capture, whose first step is k."""
         self._first = k
-        self.state.manual_seed(task.seed).set_offset(k * PASS_OFFSET)
+        self.state.manual_seed(task.work.seed).set_offset(k * PASS_OFFSET)
 
     def seed_pass(self, task: Task, k: int) -> None:
         """See `PassRandomness.seed_pass`. A captured pass counts from the first step of the replay."""
         if self.cuda.is_capturing():
-            self.cuda.set_captured_offset(task.seed, (k - self._first) * PASS_OFFSET)
+            self.cuda.set_captured_offset(task.work.seed, (k - self._first) * PASS_OFFSET)
         else:
             super().seed_pass(task, k)

@@ -1,10 +1,10 @@
-"""The facts of a run that executors need, and the work of a client in one round, with its batches, orders and seeds."""
+"""The facts of a run that executors need, and the task of a client in one round."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from dataclasses import dataclass
+from functools import cached_property
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -15,18 +15,15 @@ from fastsam.arena import Layout
 from fastsam.fed.clients.batch_loss import PairLoss, split_pair
 from fastsam.fed.clients.labels import ignored_label, num_labels
 from fastsam.fed.clients.loss_kind import kind_of
-from fastsam.fed.clients.population import Loss, Population, apply_augment
-from fastsam.fed.clients.samples import ClientDataset, Tensors
+from fastsam.fed.clients.plan import SampleOptions, Work
+from fastsam.fed.clients.population import Loss, Population
 from fastsam.fed.common import seeds
-from fastsam.fed.common.transfer import to_device
 from fastsam.fed.update.local_rule import LocalRule, optimizer_rule, sgd_rule
 from fastsam.fed.update.local_update import LocalUpdate
 
-BLOCK = 32  # batches gathered by one index_select: bounded memory, and one launch where there were 32
-
 
 @dataclass(frozen=True)
-class LocalOptions:
+class LocalOptions(SampleOptions):
     """The options of a run for the clients' local work, by the names that `fed.run` has for them. The defaults of the
     first five are a plain step.
 
@@ -37,10 +34,6 @@ class LocalOptions:
         clip_scope: "full" (the proximal term is inside the clipped norm and scaled with it) or "linear" (it is outside,
             like the weight decay).
         optimizer: function of parameters that makes an optimizer of torch for the updates, None for the kernels' SGD.
-        local_steps: number of local steps of every client, in place of epochs.
-        drop_last: an epoch ends with its last whole batch, unless it has only a partial batch. Otherwise the last batch
-            has the rest, at its exact shape.
-        shuffle: use a new order in every epoch; otherwise the stored one.
         slots: number of clients that may train at once, None for the executor's choice.
         on_client_error: "exclude" excludes a client whose model or loss raises from the round.
         precision: precision of passes; the model has it already (`update/precision.py`).
@@ -52,12 +45,6 @@ class LocalOptions:
     clip_norm: float | None = None
     clip_scope: str = "full"
     optimizer: Callable[..., torch.optim.Optimizer] | None = None
-    local_epochs: int = 1
-    local_steps: int | None = None
-    batch_size: int = 16
-    drop_last: bool = False
-    shuffle: bool = True
-    seed: int = 0
     slots: int | None = None
     on_client_error: str = "raise"
     precision: str | None = None
@@ -140,25 +127,6 @@ class Setup:
         """True if the mean of the gradients of batches is the gradient of the loss of all their samples."""
         return kind_of(self.loss).is_mean
 
-    def orders(self, round: int, clients: Sequence[int], epoch: int) -> Tensor:
-        """Return the orders of the samples of some clients in an epoch, int64 `[clients, longest]` on the CPU. The
-        first elements of a row are valid, one for each sample of the client."""
-        sizes = self.population.clients.sizes
-        return seeds.permutations(clients, [sizes[i] for i in clients], *self.order_seed(round, epoch))
-
-    def order_seed(self, round: int, epoch: int) -> tuple[int | str, ...]:
-        """Return what the orders of an epoch are drawn from, or nothing if samples come in their stored order."""
-        return (self.options.seed, "shuffle", round, epoch) if self.options.shuffle else ()
-
-    def draw_orders(self, round: int, clients: Sequence[int]) -> dict[int, list[Tensor]]:
-        """Return the orders of the samples of some clients, one an epoch; none if the clients may have other numbers of
-        epochs."""
-        if self.options.local_steps is not None:
-            return {}
-        sizes = self.population.clients.sizes
-        epochs = [self.orders(round, clients, epoch).unbind() for epoch in range(self.options.local_epochs)]
-        return {i: [order[: sizes[i]] for order in orders] for i, *orders in zip(clients, *epochs, strict=True)}
-
 
 class ClientLoop(NamedTuple):
     """The loop of an algorithm for one client.
@@ -178,55 +146,24 @@ class Task:
 
     Attributes:
         client: id of the client.
+        work: its samples.
         setup: facts of the run.
         round, lr: index and learning rate of the round.
         update: constants of the local update.
         row: index of the client's row in vectors `[n, row_size]`.
         snapshots: local steps before which the row is copied.
-        orders: orders of its samples, one per epoch, if they have been drawn (see `Setup.draw_orders`).
         loop: the algorithm's own loop, or None for the run's epochs of local steps.
-        dataset: its samples if they come in batches, from `open` on.
-        epochs_done: number of epochs that the client has begun in this round.
     """
 
     client: int
+    work: Work
     setup: Setup
     round: int
     lr: float
     update: LocalUpdate
     row: int = 0
     snapshots: frozenset[int] = frozenset()
-    orders: Sequence[Tensor] | None = None
     loop: ClientLoop | None = None
-    dataset: ClientDataset | None = None
-    epochs_done: int = 0
-
-    def next_task(self, epochs_done: int, epochs: int | None = None) -> Task:
-        """Return the task of further epochs after `epochs_done`. `epochs` is their number, None for the run's work."""
-        if epochs is None:
-            return replace(self, orders=None if epochs_done else self.orders, epochs_done=epochs_done)
-        options = replace(self.setup.options, local_epochs=epochs, local_steps=None)
-        return replace(self, setup=replace(self.setup, options=options), orders=None, epochs_done=epochs_done)
-
-    def open(self) -> None:
-        """Load the client's samples if they come in batches."""
-        if self.setup.population.clients.is_batched:
-            self.dataset = self.setup.population.clients[self.client]
-
-    @property
-    def tensors(self) -> Tensors:
-        """The samples of the client, if they are in memory. With a store they are in it from `store.offsets[client]`
-        on."""
-        return self.setup.population.clients.tensors[self.client]
-
-    @property
-    def x(self) -> Tensor:
-        """The inputs of a client whose samples are pairs."""
-        return self.tensors[0]
-
-    @property
-    def y(self) -> Tensor:
-        return self.tensors[1]
 
     def vector(self, name: str) -> Tensor | None:
         """Return the client's own vector of the local update, `[row_size]`."""
@@ -243,124 +180,32 @@ class Task:
         vector = self.update.buffers
         return common if vector is None else [b[self.row] for b in vector]
 
-    @property
-    def seed(self) -> int:
-        """Seed of the passes, the augmentation and the reading of the client's samples. The order of the samples
-        has a different seed (`Setup.orders`)."""
-        return seeds.derive(self.setup.options.seed, "client", self.round, self.client)
-
     def pass_seed(self, step: int) -> int:
         """Return the seed of the model's random numbers (dropout) in both passes of a step."""
-        return seeds.derive(self.seed, "pass", step)
+        return seeds.derive(self.work.seed, "pass", step)
 
     def lr_of_step(self, k: int, steps: int) -> float:
         """Return the learning rate of local step k of `steps`."""
         return self.lr * self.update.lr_factor(k, steps)
-
-    # --- its batches ---
-
-    @property
-    def samples(self) -> int:
-        """The number of samples of the client."""
-        return self.setup.population.clients.sizes[self.client]
-
-    @property
-    def epochs(self) -> int:
-        """The number of epochs that it begins."""
-        steps = self.setup.options.local_steps
-        return self.setup.options.local_epochs if steps is None else -(-steps // len(self.epoch_sizes()))
-
-    def batch_sizes(self) -> list[int]:
-        """Return the number of samples of each of its batches, in order."""
-        return (self.epoch_sizes() * self.epochs)[: self.setup.options.local_steps]
-
-    def epoch_sizes(self) -> list[int]:
-        """Return the number of samples of each batch of an epoch."""
-        return self._sizes(self.samples)
-
-    def _sizes(self, samples: int) -> list[int]:
-        options = self.setup.options
-        num_full, last_size = split_epoch(samples, options.batch_size, options.drop_last)
-        return [options.batch_size] * num_full + [last_size] * (last_size > 0)
-
-    def batches(self) -> Iterator[tuple[Any, Any]]:
-        """Return all its batches, in order: (x, y), or (batch, None) where samples come in batches."""
-        batches = self._batches() if self.dataset is None else self._own_batches(self.dataset)
-        return islice(batches, self.setup.options.local_steps)
-
-    def _batches(self) -> Iterator[tuple[Tensor, Tensor]]:
-        augment = self.setup.population.augment
-        for epoch in range(self.epochs_done, self.epochs_done + self.epochs):
-            for number, (x, y) in enumerate(self._blocks(epoch)):
-                if augment is not None:
-                    generator = torch.Generator(x.device)
-                    generator.manual_seed(seeds.derive(self.seed, "augment", epoch, number))
-                    x = apply_augment(augment, x, generator)
-                sizes = self._sizes(len(y))  # `split` by one size goes through Python
-                yield from zip(x.split_with_sizes(sizes), y.split_with_sizes(sizes), strict=True)
-
-    def _own_batches(self, samples: ClientDataset) -> Iterator[tuple[Any, None]]:
-        return ((read(), None) for read in self._readings(samples))
-
-    def _readings(self, samples: ClientDataset) -> Iterator[Callable[[], Any]]:
-        """Yield functions that read the batches, one after the other."""
-        sizes = self.epoch_sizes()
-        for epoch in range(self.epochs_done, self.epochs_done + self.epochs):
-            order = self.order(epoch) if self.setup.options.shuffle else torch.arange(sum(sizes))
-            for number, places in enumerate(order.split_with_sizes(sizes)):
-                yield partial(samples.take, places, seeds.derive(self.seed, "reading", epoch, number))
-
-    def _blocks(self, epoch: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield an epoch's samples in their order, `BLOCK` batches at a time."""
-        options = self.setup.options
-        size = BLOCK * options.batch_size
-        if not options.shuffle:
-            num_samples = sum(self.epoch_sizes())
-            yield from zip(self.x[:num_samples].split(size), self.y[:num_samples].split(size), strict=True)
-            return
-        order = to_device(self.order(epoch), self.y.device)
-        for block in order.split(size) if len(order) > size else (order,):
-            yield self.x.index_select(0, block), self.y.index_select(0, block)
-
-    def order(self, epoch: int) -> Tensor:
-        """Return the order of the samples of an epoch."""
-        order = self.orders[epoch] if self.orders else self.setup.orders(self.round, [self.client], epoch)[0]
-        return order[: sum(self.epoch_sizes())] if self.setup.options.drop_last else order
 
     def batches_at_start(self) -> Iterator[tuple[Any, Any, float]]:
         """Yield the batches of a gradient before the first step, with the share of each in the mean: a pilot's, or all
         samples, in one batch if the loss is not a mean. Samples without a label that counts have no share."""
         pilot = self.update.pilot
         if pilot is not None:
-            share = 1 / min(pilot.batches, len(self.batch_sizes()))
-            yield from ((x, y, share) for x, y in islice(self.batches(), pilot.batches))
+            share = 1 / min(pilot.batches, len(self.work.batch_sizes()))
+            yield from ((x, y, share) for x, y in islice(self.work.batches(), pilot.batches))
             return
-        size = self.setup.options.batch_size if self.setup.has_mean_loss else self.samples
+        size = self.setup.options.batch_size if self.setup.has_mean_loss else self.work.samples
         counts = [n for _, _, n in self._full_batches(size)] if self.setup.ignored is not None else None
-        total = self.samples if counts is None else max(1, sum(counts))
+        total = self.work.samples if counts is None else max(1, sum(counts))
         yield from ((x, y, n / total) for x, y, n in self._full_batches(size))
-
-    def full_batches(self) -> Iterator[tuple[Any, Any]]:
-        """Yield all samples once in batches, in stored order."""
-        yield from ((x, y) for x, y, _ in self._full_batches(self.setup.options.batch_size))
 
     def _full_batches(self, size: int) -> Iterator[tuple[Any, Any, int]]:
         """Yield all samples once in batches of `size`, in stored order, with the number of labels that count."""
-        ignored = self.setup.ignored
-        if self.dataset is not None:
-            has_labels = isinstance(self.setup.loss, PairLoss)
-            for batch, n in self.dataset.batches(size):
-                yield batch, None, num_labels(split_pair(batch)[1] if has_labels else None, n, ignored)
-            return
-        for x, y in zip(self.x.split(size), self.y.split(size), strict=True):
-            yield x, y, num_labels(y, len(y), ignored)
-
-
-def split_epoch(samples: int, batch_size: int, drop_last: bool) -> tuple[int, int]:
-    """Return the number of whole batches of an epoch, and the number of samples after them (0 for none). A client with
-    less samples than a batch has one batch in any case."""
-    num_full, last_size = divmod(samples, batch_size)
-    return num_full, 0 if drop_last and num_full else last_size
+        ignored, has_pairs = self.setup.ignored, isinstance(self.setup.loss, PairLoss)
+        for x, y, n in self.work.full_batches(size):
+            yield x, y, num_labels(split_pair(x)[1] if has_pairs else y, n, ignored)
 
 
 def vectors_of(tasks: Sequence[Task], name: str) -> Tensor | None:

@@ -13,7 +13,7 @@ from torch import Tensor
 from fastsam.fed.clients.samples import Tensors
 from fastsam.fed.executors import epoch_graphs, rowprograms, stacked
 from fastsam.fed.executors.base import ClientError, ClientOutcome, Executor, excludes
-from fastsam.fed.executors.batch_gatherer import SampleOrders, gather_keys
+from fastsam.fed.executors.batch_gatherer import gather_keys
 from fastsam.fed.executors.client_block import (
     ClientBlock,
     Group,
@@ -126,10 +126,9 @@ class Vmap(Executor):
         sorts = {key: (update.constants.variant, update.pilot) for key, update in updates.items()}
         for part in runs([(free[i] - i, sorts[id(task.update)]) for i, task in enumerate(new)]):
             group, slots, (variant, pilot) = new[part], free[part], sorts[id(new[part.start].update)]
-            orders = SampleOrders(group)
             blocks = [
-                block_of(orders, members, slots[members.start], variant, self._schedules)
-                for members in runs(gather_keys(group))
+                block_of(group[members], slots[members.start], variant, self._schedules)
+                for members in runs(gather_keys([task.work for task in group]))
             ]
             rows = self.rows.begin(blocks, self.start)
             if variant.has_first_gradient:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from fastsam.fed.algorithms.base import Round, State
 from fastsam.fed.clients.all_clients import Clients
+from fastsam.fed.clients.plan import plan
 from fastsam.fed.executors import ClientError, ClientOutcome, Executor, Task
 from fastsam.fed.executors.task import ClientLoop
 from fastsam.fed.loop.client_state import ClientStateStorage, StateRows, group_by_shape
@@ -89,7 +90,7 @@ class Cohort:
 
     def tasks(self, executor: Executor, next_cohort: Sequence[int] = ()) -> Iterator[Task]:
         """Yield one task per client of this rank, on request. Clients in `next_cohort` are likely in the next round."""
-        settings, data, block_size = self.settings, self.data, executor.slots if executor.stacks else 1
+        data, block_size = self.data, executor.slots if executor.stacks else 1
         setup, index, lr = executor.setup, self.round.index, self.round.lr
         order = self.local_ids
         if executor.longest_first and data.has_all_sizes:
@@ -101,15 +102,14 @@ class Cohort:
             cohort_ids = set(order)  # a client in both cohorts is loaded again after its data were released
             next_ids = [i for i in next_cohort if i not in cohort_ids] if self.ranks.size == 1 else []
             data.prefetch([*order, *next_ids], executor.slots)
-        orders: dict[int, list[Tensor]] = {}
+        at_once = block_size if executor.stacks else _ORDERS_AT_ONCE
+        works = plan(setup.population, setup.options, index, order, at_once)
         for start in range(0, len(order), block_size):
             clients = order[start : start + block_size]
-            if block_size == 1 and settings.shuffle and start % _ORDERS_AT_ONCE == 0 and data.has_all_sizes:
-                orders = setup.draw_orders(index, order[start : start + _ORDERS_AT_ONCE])
             for i, (update, row) in zip(clients, self._updates(clients), strict=True):
                 snapshots = self._snapshots(i) if self.stages else _NOTHING
                 loop = self._loop(i) if self.contract.has_loop else None
-                yield Task(i, setup, index, lr, update, row, snapshots, orders.pop(i, None), loop)
+                yield Task(i, next(works), setup, index, lr, update, row, snapshots, loop)
 
     def _loop(self, client: int) -> ClientLoop:
         """Return the algorithm's loop for a client."""
@@ -155,7 +155,7 @@ class Cohort:
 
     def _snapshots(self, client: int) -> frozenset[int]:
         """Return the local steps of a client before which its row is copied for the stages."""
-        num_steps = self.settings.steps_of(self.data.sizes[client])
+        num_steps = self.settings.local.steps_of(self.data.sizes[client])
         return frozenset(k for stage in self.stages for k in stage.snapshots(self.round, num_steps))
 
     def finish(self, results: ClientOutcome) -> None:

@@ -167,7 +167,7 @@ class Settings:
         self._check_rates()
         object.__setattr__(self, "loss", _function(self.loss))
 
-    @property
+    @cached_property
     def local(self) -> LocalOptions:
         """The options of local work."""
         return LocalOptions(**{f.name: getattr(self, f.name) for f in fields(LocalOptions)})
@@ -204,11 +204,6 @@ class Settings:
     def share_of(self, clients: int) -> float:
         """Return the share of `clients` clients that is active in a round, in (0, 1]."""
         return self.participation if self.cohort is None else min(1.0, self.cohort / clients)
-
-    def steps_of(self, samples: int) -> int:
-        """Return the number of local steps of a client with `samples` samples in a round."""
-        num_full, last_size = executors.split_epoch(samples, self.batch_size, self.drop_last)
-        return self.local_steps or self.local_epochs * (num_full + (last_size > 0))
 
     def lr_of(self, index: int) -> float:
         """Return the local learning rate of round `index` (from 0). It is NaN if the optimizer takes none."""

@@ -15,9 +15,9 @@ from fastsam.fed.clients.batch_loss import BatchLoss, PairLoss
 from fastsam.fed.clients.labels import ignored_label
 from fastsam.fed.clients.loss_kind import LossKind, kind_of
 from fastsam.fed.clients.pairs import text_hint
+from fastsam.fed.clients.plan import SampleOptions
 from fastsam.fed.clients.population import IGNORED, Augment, Loss, Population, apply_augment, check_labels
 from fastsam.fed.clients.samples import ClientDataset, leaves, tensors_of
-from fastsam.fed.executors import split_epoch
 from fastsam.fed.loop.effects import Effects
 from fastsam.fed.loop.trial_pass import explain, restore_random_state, try_again, try_pass
 from fastsam.fed.update.model_copy import copy_model, trainable
@@ -197,7 +197,8 @@ def _smallest_batch(population: Population, batch_size: int, drop_last: bool) ->
     """Return the client with the smallest batch, which is the last of its epoch, and the number of samples of that
     batch. None: the numbers of samples are not known."""
     sizes = population.clients.known_sizes
-    last_sizes = {n: split_epoch(n, batch_size, drop_last)[1] or batch_size for n in {*sizes.values()}}
+    options = SampleOptions(batch_size=batch_size, drop_last=drop_last)
+    last_sizes = {n: options.sizes_of(n)[-1] for n in {*sizes.values()}}
     if not last_sizes:
         return None
     smallest = min(last_sizes, key=last_sizes.__getitem__)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from fastsam.fed.algorithms.base import LocalUpdate, Round, State
+from fastsam.fed.clients.plan import plan
 from fastsam.fed.executors import ClientError, Setup, Task
 from fastsam.fed.executors.client import Client
 from fastsam.fed.executors.client_trainer import ClientTrainer
@@ -56,7 +57,8 @@ def _try_loop(
     with restore_random_state(setup.device):
         trainer = ClientTrainer(setup)
         try:
-            task = Task(client, setup, round.index, round.lr, *constants)
+            (work,) = plan(setup.population, setup.options, round.index, [client], at_once=1)
+            task = Task(client, work, setup, round.index, round.lr, *constants)
             trainer.open(task, old_state.server["w"], old_state.buffers)
             handle = Client(trainer, limit=1)
             handle.results(contract.train_client(old_state.server, state, round, handle, is_trial=True))

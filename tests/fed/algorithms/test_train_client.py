@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from fastsam import fed
+from fastsam.fed.clients.plan import Work
 from fastsam.fed.executors import cuda
 from fastsam.fed.executors.task import ClientLoop, Task
 from tests.helpers import oracle
@@ -260,19 +261,19 @@ def test_the_radius_of_one_perturbation_does_not_reach_other_steps_or_clients():
 
 
 def test_an_error_in_reading_all_samples_excludes_the_client(monkeypatch):
-    full_batches = Task.full_batches
+    full_batches = Work.full_batches
 
-    def unreadable(task):
-        if task.client == 2 and threading.current_thread().name.startswith("fastsam"):
+    def unreadable(work, size):
+        if work.client == 2 and threading.current_thread().name.startswith("fastsam"):
             raise OSError("disk")
-        yield from full_batches(task)
+        yield from full_batches(work, size)
 
     def loop(client):
         for x, y in client.full_batches():
             client.loss(x, y)
         default(client)
 
-    monkeypatch.setattr(Task, "full_batches", unreadable)
+    monkeypatch.setattr(Work, "full_batches", unreadable)
     options = {"executor": "threads", "participation": 1.0, "on_client_error": "exclude", "max_excluded": 0.9}
     excluded_clients = run(Loop(loop, fed.LocalUpdate()), rounds=1, **options).history[0]["excluded"]
     assert [(entry["client"], "OSError: disk" in entry["reason"]) for entry in excluded_clients] == [(2, True)]
@@ -282,5 +283,5 @@ def test_every_tensor_that_a_loop_reads_is_recorded_on_its_stream():
     """Memory that another stream still reads must not be freed."""
     q, e, start, w, v = torch.zeros(5, 3).unbind()
     update = fed.LocalUpdate(fed.Direction.PATH, direction_vector=e, gradient_offset=q, start=start)
-    task = Task(0, None, 0, 0.1, update, loop=ClientLoop(default, [w, v]))
+    task = Task(0, None, None, 0, 0.1, update, loop=ClientLoop(default, [w, v]))
     assert {id(t) for t in (q, e, start, w, v)} <= {id(t) for t in cuda.vectors(task)}

@@ -63,7 +63,7 @@ def test_the_longest_clients_come_first_where_clients_train_at_once(monkeypatch)
 
         def tasks(self, *args, original=original, records=records):
             for task in original(self, *args):
-                records.append(len(task.y))
+                records.append(task.work.samples)
                 yield task
 
         monkeypatch.setattr(Cohort, "tasks", tasks)

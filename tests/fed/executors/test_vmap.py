@@ -16,14 +16,14 @@ from fastsam import fed
 from fastsam.fed import executors
 from fastsam.fed.clients.packed_samples import pack_samples as store_of
 from fastsam.fed.common import seeds
-from fastsam.fed.executors import LocalOptions, Setup, Task, stacked, stacked_rows, vmap
-from fastsam.fed.executors.batch_gatherer import BatchGatherer, SampleOrders, gather_together
+from fastsam.fed.executors import LocalOptions, Setup, stacked, stacked_rows, vmap
+from fastsam.fed.executors.batch_gatherer import BatchGatherer, gather_together
 from tests.helpers import fed_cases as cases
 from tests.helpers import oracle
 from tests.helpers.fed_kinds import Rows, in_another_collate, pairs
 from tests.helpers.fed_kinds import run as run_kinds
 from tests.helpers.fed_runs import SIZES, digest, run
-from tests.helpers.setups import oracle_tasks, setup_of
+from tests.helpers.setups import oracle_tasks, setup_of, tasks_of
 
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 2e-5}  # relative error of a weight after a few dozen steps
 # one algorithm for each form of a step; the others are slow tests
@@ -92,8 +92,8 @@ def test_ignored_labels_do_not_count():
     assert torch.allclose(result, expected, rtol=1e-14)
 
 
-def tasks_of(n, has_store, **options):
-    """Three tasks of n samples, or tasks of n[0], n[1], ... samples, in a store or each on its own."""
+def works_of(n, has_store, **options):
+    """The work of three clients of n samples, or of n[0], n[1], ... samples, in a store or each on its own."""
     local = LocalOptions(**{"local_epochs": 2, "batch_size": 3, "seed": 5, **options})
     sizes = (n,) * 3 if isinstance(n, int) else n
     pairs = [(torch.arange(n, dtype=torch.float64)[:, None] + 1000 * i, torch.arange(n)) for i, n in enumerate(sizes)]
@@ -101,7 +101,7 @@ def tasks_of(n, has_store, **options):
     if has_store:
         pairs, store = store_of(pairs)
     setup = setup_of(None, pairs, local, store=store)
-    return [Task(i, setup, 0, 0.1, fed.LocalUpdate()) for i in range(3)]
+    return [task.work for task in tasks_of(setup, range(3), fed.LocalUpdate())]
 
 
 @pytest.mark.parametrize("has_store", [False, True])
@@ -111,9 +111,9 @@ def tasks_of(n, has_store, **options):
 @pytest.mark.parametrize("n", [1, 7, 100])
 def test_a_feed_gives_every_row_the_batches_of_its_own_task(n, options, has_store):
     """n = 100 in batches of 1 or 3 is more than one block of batches."""
-    tasks = tasks_of(n, has_store, **options)
-    gatherer = BatchGatherer(tasks, tasks[0].epoch_sizes())
-    for k, batches in enumerate(zip(*(t.batches() for t in tasks), strict=True)):
+    works = works_of(n, has_store, **options)
+    gatherer = BatchGatherer(works)
+    for k, batches in enumerate(zip(*(work.batches() for work in works), strict=True)):
         for name in (0, 1):
             assert torch.equal(gatherer.get(k)[name], torch.stack([batch[name] for batch in batches]))
 
@@ -121,7 +121,7 @@ def test_a_feed_gives_every_row_the_batches_of_its_own_task(n, options, has_stor
 @pytest.mark.parametrize("has_store", [False, True])
 def test_what_a_feed_has_gathered_goes_with_it(has_store):
     """At once: until the garbage collector comes, there would be the samples of many rounds."""
-    gatherer = BatchGatherer(tasks := tasks_of(100, has_store), tasks[0].epoch_sizes())
+    gatherer = BatchGatherer(works_of(100, has_store))
     gatherer.get(0)
     removed_ops = weakref.ref(gatherer)
     del gatherer
@@ -129,21 +129,21 @@ def test_what_a_feed_has_gathered_goes_with_it(has_store):
 
 
 def test_clients_that_begin_together_draw_once_an_epoch(monkeypatch):
-    """Their next batches come in one gather where they are at the same place of an epoch."""
-    tasks, draws = tasks_of((7, 4, 5), True), []
-    original = seeds.write_orders
-    expected = [list(task.batches()) for task in tasks]
+    """Their next batches of one size come in one gather, wherever they are in their epochs."""
+    expected = [list(work.batches()) for work in works_of((7, 4, 5), True)]
+    draws, original = [], seeds.write_orders
     monkeypatch.setattr(seeds, "write_orders", lambda *args: draws.append(args) or original(*args))
-    orders = SampleOrders(tasks)
-    gatherers = [BatchGatherer([t], t.epoch_sizes(), orders, i) for i, t in enumerate(tasks)]
-    for steps in ([0, 0, 0], [3, 2, 2]):  # the first batch of either epoch
+    gatherers = [BatchGatherer([work]) for work in works_of((7, 4, 5), True)]
+    for steps in ([0, 0, 0], [3, 2, 2], [1, 0, 2]):
         batch = gather_together(gatherers, steps)
         assert batch is not None
         for name in (0, 1):
             rows = [batches[k][name] for batches, k in zip(expected, steps, strict=True)]
             assert torch.equal(batch[name], torch.stack(rows))
     assert len(draws) == 2
-    assert gather_together(gatherers[:2], [2, 1]) is None  # the last batches: the third and the second of an epoch
+    assert (
+        gather_together([BatchGatherer([work]) for work in works_of((7, 4, 5), False)], [0, 0, 0]) is None
+    )  # no store
     for gatherer, batches in zip(gatherers, expected, strict=True):
         assert all(torch.equal(gatherer.get(k)[0][0], x) for k, (x, _) in enumerate(batches))
 
@@ -289,7 +289,8 @@ def test_memory_that_is_too_small_names_slots(monkeypatch: pytest.MonkeyPatch) -
         raise RuntimeError("[enforce fail at alloc_cpu.cpp:124] err == 0. DefaultCPUAllocator: can't allocate memory")
 
     tasks, start, setup = oracle_tasks((12, 12, 12), slots=6)
-    setup = replace(setup, example=(tasks[0].x[:5], tasks[0].y[:5]))
+    x, y = tasks[0].work.tensors
+    setup = replace(setup, example=(x[:5], y[:5]))
     executor = executors.registry["vmap"](setup)
     monkeypatch.setattr(stacked.StackedPasses, "run", fail)
     monkeypatch.setattr(executor.row_steps, "train", lambda blocks, start: blocks)

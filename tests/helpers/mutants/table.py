@@ -97,7 +97,7 @@ algorithms.mimelite MimeLite.step_server: self._fresh * aggregate.mean('G') => a
 algorithms.mimelite MimeLite.step_server: self._fresh => -self._fresh @ mimelite-heavy
 algorithms.mimelite MimeLite.step_server: 1 - self.beta => 0 @ mimelite
 algorithms.mimelite MimeLite._fresh: self.beta if self.momentum_form == 'convex' else 1.0 => self.beta @ mimelite-heavy
-executors.task Task._full_batches: num_labels(y, len(y), ignored) => 1 @ mimelite
+executors.task Task._full_batches: num_labels(split_pair(x)[1] if has_pairs else y, n, ignored) => 1 @ mimelite
 # FedDyn, FedLESAM_D, FedSMOO, FedSpeed, FedProx: the proximal half
 algorithms.feddyn attraction: client['h_i'] => -client['h_i'] @ feddyn
 algorithms.feddyn attraction: client['h_i'] - server['w'] => client['h_i'] + server['w'] @ feddyn
@@ -248,8 +248,8 @@ algorithms.fedscam FedSCAM.finish_client: (1 + self.beta * c).clamp(min=0) => (1
 algorithms.fedscam FedSCAM.finish_client: 1 + self.beta * c => 1 - self.beta * c @ fedscam
 algorithms.fedscam FedSCAM.finish_client: self.gamma => 0 @ fedscam
 algorithms.fedscam FedSCAM.step_server: new_state['w'].double() => 2 * new_state['w'].double() @ fedscam
-executors.task Task.batches_at_start: min(pilot.batches, len(self.batch_sizes())) => pilot.batches @ fedscam
-executors.task Task.batches_at_start: islice(self.batches(), pilot.batches) => self.batches() @ fedscam
+executors.task Task.batches_at_start: min(pilot.batches, len(self.work.batch_sizes())) => pilot.batches @ fedscam
+executors.task Task.batches_at_start: islice(self.work.batches(), pilot.batches) => self.work.batches() @ fedscam
 executors.local_rows LocalRows.add_first: self.norms[rows].add_(gradients.norms(len(self.z[rows])), alpha=share) =>
     self.norms[rows].copy_(gradients.norms(len(self.z[rows]))) @ fedscam
 executors.gradient_passes Gradients.norms: torch.stack(squares).sum(0).sqrt() => torch.stack(squares).sum(0) @ fedscam

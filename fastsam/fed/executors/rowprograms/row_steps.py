@@ -4,14 +4,13 @@ samples. The bits equal the bits of single steps."""
 from __future__ import annotations
 
 from array import array
-from collections import defaultdict
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from fastsam import ops
-from fastsam.fed.common import seeds
+from fastsam.fed.clients.plan import Work, indices_of
 from fastsam.fed.common.transfer import to_device
 from fastsam.fed.executors.base import ClientError
 from fastsam.fed.executors.client_block import ClientBlock, RowEnds
@@ -145,24 +144,13 @@ class RowSteps:
 
     def _whole_epochs(self, group: Sequence[Span]) -> tuple[Tensor, Tensor]:
         """Return the indices and the work of steps that begin with an epoch, all orders of an epoch drawn at once."""
-        clients, round = self.setup.population.clients, group[0][0].tasks[0].round
-        assert self.store is not None
-        sizes, offsets = clients.sizes, self.store.offsets
-        orders = defaultdict[int, list[tuple[int, int, int, int, int]]](list)  # by epoch
-        parts, begin = [], 0
+        works, epochs, parts = list[Work](), list[range](), []
         for block, count in group:
-            samples = sum(block.sizes)
-            epochs = range(block.k // block.epoch, -(-(block.k + count) // block.epoch))
-            for task in block.tasks:
-                client = task.client
-                for epoch in epochs:
-                    orders[epoch].append((client, sizes[client], samples, begin, offsets[client]))
-                    begin += samples
-            parts.append((block, count, samples * len(epochs)))
-        indices = torch.empty(begin, dtype=torch.int64)
-        for epoch, lines in orders.items():
-            seeds.write_orders(indices, lines, self.setup.order_seed(round, epoch))
-        return indices, _work(parts)
+            begun = range(block.k // block.epoch, -(-(block.k + count) // block.epoch))
+            works += [task.work for task in block.tasks]
+            epochs += [begun] * len(block.tasks)
+            parts.append((block, count, sum(block.sizes) * len(begun)))
+        return indices_of(works, epochs), _work(parts)
 
 
 def _are_native(x: Tensor, *others: Tensor) -> bool:
