@@ -27,6 +27,7 @@ class Process:
     Args:
         command: the program and its arguments.
         environment: variables in addition to the variables of this process.
+        folder: working directory, from which `python -m` imports (default: that of this process).
         num_cores: number of cores that it and its descendants may use (default: all of this process).
 
     Attributes:
@@ -34,12 +35,13 @@ class Process:
     """
 
     def __init__(
-        self, command: Sequence[str], environment: Mapping[str, str], num_cores: int | None = None
+        self, command: Sequence[str], environment: Mapping[str, str], folder: str | os.PathLike[str] | None = None,
+        num_cores: int | None = None,
     ) -> None:  # fmt: skip
         self.log = tempfile.TemporaryFile("w+")  # noqa: SIM115 - a pipe without a reader would fill
         pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": self.log, "text": True}
         with cores.restrict(num_cores):
-            self.process = subprocess.Popen(command, env=os.environ | environment, **pipes)
+            self.process = subprocess.Popen(command, cwd=folder, env=os.environ | environment, **pipes)
         self.use = cores.Use(self.process.pid)
 
     def answer(self, patience: float | None = None) -> Any:

@@ -18,9 +18,10 @@ Where to read on:
     loop/client_state.py         where the states of clients are kept
     loop/resumption.py           what a resumed run may change
     clients/sampling.py          which clients take part in a round
+    clients/plan.py              the samples of these clients: orders, batches, seeds
     algorithms/base.py           the methods of an algorithm
     update/local_update.py       the local update rule, its constants and its results
-    executors/task.py            the work of one client: batches, orders, seeds
+    executors/task.py            what executors know of a run, and the task of one client
     executors/client.py          the client as a loop of an algorithm sees it (`Algorithm.train_client`)
     executors/local_work.py      the local work of one client, whichever way
     executors/client_trainer.py  the local steps of one client; `local_rows.py` has their kernel calls (the folder
