@@ -355,7 +355,7 @@ loop.personal PersonalizedAlgorithm._zero_own: None if x is None else x.masked_f
 algorithms.fedrep FedRep.train_client: i not in head => True @ fedrep
 algorithms.fedrep FedRep.train_client: client.trainable(head) => client.trainable(range(len(layout.names))) @ fedrep
 algorithms.fedrep FedRep.train_client: client.batches(self.head_epochs) => client.batches() @ fedrep
-executors.client Client.batches: self._task.next_task(self._epochs, epochs) => self._task.next_task(0, epochs) @ fedrep
+executors.client Client.batches: self._task.work.more(self._epochs, epochs) => self._task.work.more(0, epochs) @ fedrep
 algorithms.ditto Ditto.train_client: -self.lam => self.lam @ ditto
 algorithms.ditto Ditto.train_client: proximal_coefficient=self.lam =>  @ ditto
 algorithms.ditto Ditto.finish_client: client['v_i'] => server['w'] @ ditto
