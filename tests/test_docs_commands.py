@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from fastsam.lab import cli, compare, config
-from fastsam.lab.reproduce import runner
+from fastsam.lab.reproduce.command import make_plans
 from fastsam.lab.reproduce.table import load
 from tests.helpers.pages import PAGES, commands, words
 from tests.helpers.places import ROOT
@@ -133,7 +133,7 @@ def check_fastsam(arguments: Sequence[str]) -> None:
 @functools.cache  # pages name the same tables
 def check_plans(name: str, scale: str | None, flags: tuple[str, ...]) -> None:
     table = load(name, scale)
-    runner.plans(table, flags, table.seeds)
+    make_plans(table, flags, table.seeds)
 
 
 def example(path: str) -> Path:

@@ -13,7 +13,7 @@ import json
 from pathlib import Path
 
 from bench import ROOT, report
-from fastsam.lab.reproduce import runner
+from fastsam.lab.reproduce.command import make_plans
 from fastsam.lab.reproduce.table import PaperTable, load, names
 from fastsam.lab.run_config import KEYS, OPTION_TABLES
 
@@ -65,7 +65,7 @@ def key_table() -> str:
 
 def count_runs(table: PaperTable) -> int:
     """Return the number of runs of a table of a paper."""
-    return sum(len(plan.runs) for plan in runner.plans(table, (), table.seeds).values())
+    return sum(len(plan.runs) for plan in make_plans(table, (), table.seeds).values())
 
 
 def listing() -> str:
@@ -74,7 +74,7 @@ def listing() -> str:
     for name in names():
         table = load(name)
         runs = f"{count_runs(table)}; {count_runs(load(name, 'digits'))}"
-        lines.append(json.dumps([name, table.title, ", ".join(table.needs), runs], ensure_ascii=False))
+        lines.append(json.dumps([name, table.title, table.data, runs], ensure_ascii=False))
     return "[\n" + ",\n".join(lines) + "\n]\n"
 
 

@@ -29,15 +29,11 @@ _PYTHON = re.compile(r"^```python\n(.*?)^```\n(?:\n```text\n.*?^```\n)?", re.M |
 def cells(text: str) -> list[dict[str, Any]]:
     """Return the cells of a page, without outputs."""
     blocks = []
-    for number, part in enumerate(_PYTHON.split(text)):
-        source = part.strip()
-        if not source:
-            continue
+    for number, source in enumerate(map(str.strip, _PYTHON.split(text))):
         name = hashlib.sha256(f"{number} {source}".encode()).hexdigest()[:8]
-        cell: dict[str, Any] = {"cell_type": "markdown", "id": name, "metadata": {}, "source": _lines(source)}
-        if number % 2:
-            cell |= {"cell_type": "code", "execution_count": None, "outputs": []}
-        blocks.append(cell)
+        cell = {"cell_type": "markdown", "id": name, "metadata": {}, "source": source.splitlines(keepends=True)}
+        code: dict[str, Any] = {"cell_type": "code", "execution_count": None, "outputs": []} if number % 2 else {}
+        blocks += [cell | code] if source else []
     return blocks
 
 
@@ -45,28 +41,25 @@ def run(code_cells: list[dict[str, Any]]) -> None:
     """Execute the code cells in order and store their printed lines as outputs."""
     names: dict[str, Any] = {"__name__": "notebook"}
     for number, cell in enumerate(code_cells, 1):
-        output = io.StringIO()
-        with contextlib.redirect_stdout(output):
+        with contextlib.redirect_stdout(io.StringIO()) as output:
             exec(compile("".join(cell["source"]), f"cell {number}", "exec", dont_inherit=True), names)
-        cell["execution_count"] = number
-        if text := output.getvalue():
-            cell["outputs"] = [{"name": "stdout", "output_type": "stream", "text": _lines(text)}]
+        lines = output.getvalue().splitlines(keepends=True)
+        items = [{"name": "stdout", "output_type": "stream", "text": lines}] if lines else []
+        cell.update(execution_count=number, outputs=items)
 
 
 def notebook(text: str, figure: Path | None = None) -> dict[str, Any]:
     """Return the notebook of a page, executed in a temporary folder. A saved figure is copied to `figure`."""
-    blocks, start = cells(text), Path.cwd()
+    blocks = cells(text)
     matplotlib.use("Agg")
     style = {"svg.fonttype": "none", "svg.hashsalt": "fastsam", "figure.figsize": (3.7, 3.0), "font.size": 9}
-    with tempfile.TemporaryDirectory() as folder:
+    style |= {"figure.autolayout": True}
+    with tempfile.TemporaryDirectory() as folder, matplotlib.rc_context(style), contextlib.ExitStack() as stack:
+        stack.callback(os.chdir, Path.cwd())
         os.chdir(folder)
-        try:
-            with matplotlib.rc_context(style | {"figure.autolayout": True}):
-                run([cell for cell in blocks if cell["cell_type"] == "code"])
-        finally:
-            os.chdir(start)
-        if figure and (Path(folder) / FIGURE).exists():
-            shutil.copy(Path(folder) / FIGURE, figure)
+        run([cell for cell in blocks if cell["cell_type"] == "code"])
+        if figure and Path(FIGURE).exists():
+            shutil.copy(FIGURE, figure)
     kernel = {"kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"}}
     return {"cells": blocks, "metadata": kernel, "nbformat": 4, "nbformat_minor": 5}
 
@@ -86,10 +79,6 @@ def page(text: str, printed: list[str]) -> str:
         return f"```python\n{match[1]}```\n" + (f"\n```text\n{lines}```\n" if lines else "")
 
     return _PYTHON.sub(block, text)
-
-
-def _lines(text: str) -> list[str]:
-    return text.splitlines(keepends=True)
 
 
 def main() -> None:

@@ -6,18 +6,15 @@ end becomes docs/pictures/compare.svg, drawn by rich. Its text stays text, in a 
 
 from __future__ import annotations
 
-import fcntl
 import io
 import os
 import pty
 import re
 import shlex
 import shutil
-import struct
 import subprocess
 import sys
 import tempfile
-import termios
 from contextlib import suppress
 from pathlib import Path
 
@@ -29,55 +26,40 @@ ROOT = Path(__file__).resolve().parents[1]
 CONFIG = "examples/showcase.toml"
 COMMAND = f"fastsam compare {CONFIG} --algorithms fedavg,fedsam,fedsmoo --seeds 0,1,2"
 FILE = ROOT / "docs" / "pictures" / "compare.svg"
-COLUMNS, ROWS = (80, 50)
+COLUMNS = 80
 FRAME = """<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" role="img">
 <style>
-.{unique_id}-matrix {{
-  font-family: ui-monospace, Menlo, Consolas, "DejaVu Sans Mono", monospace;
-  font-size: {char_height}px; line-height: {line_height}px;
-}}
+.{unique_id}-matrix {{ font: {char_height}px/{line_height}px ui-monospace, Menlo, Consolas, monospace; }}
 {styles}
 </style>
 <defs>{lines}</defs>
 <rect width="{width}" height="{height}" rx="8" fill="#292929"/>
-<g transform="translate({terminal_x}, {terminal_y})">
-{backgrounds}
-<g class="{unique_id}-matrix">
+<g transform="translate({terminal_x}, {terminal_y})">{backgrounds}<g class="{unique_id}-matrix">
 {matrix}
-</g>
-</g>
+</g></g>
 </svg>
 """
 
 
 def record(command: str, folder: Path) -> bytes:
-    """Return all that `command` writes to a terminal of 80 columns, run in `folder`.
-
-    Raises CalledProcessError if the command fails.
-    """
-    terminal, program_side = pty.openpty()
-    fcntl.ioctl(program_side, termios.TIOCSWINSZ, struct.pack("HHHH", ROWS, COLUMNS, 0, 0))
+    """Return all that `command` writes to a terminal, run in `folder`. Raises CalledProcessError if it fails."""
+    terminal, side = pty.openpty()
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
-    environment = {"PATH": path, "HOME": os.environ.get("HOME", "/"), "TERM": "xterm-256color"}
-    words, pipes = shlex.split(command), dict.fromkeys(("stdin", "stdout", "stderr"), program_side)
-    process = subprocess.Popen(words, cwd=folder, env=environment, **pipes)
-    os.close(program_side)
+    environment = {"PATH": path, "TERM": "xterm-256color", "COLUMNS": str(COLUMNS)}
+    process = subprocess.Popen(shlex.split(command), cwd=folder, env=environment, stdin=side, stdout=side, stderr=side)
+    os.close(side)
     output = b""
     with suppress(OSError):  # so Linux tells that the program has closed its side
         while data := os.read(terminal, 65536):
             output += data
     os.close(terminal)
     if process.wait():
-        raise subprocess.CalledProcessError(process.returncode, words, output)
+        raise subprocess.CalledProcessError(process.returncode, command, output)
     return output
 
 
 def screen(output: bytes) -> list[str]:
-    """Return the lines that stay on the screen, with their colours.
-
-    A bar that moves writes its line again and again, after a carriage return or an erased line. Only its last state
-    stays.
-    """
+    """Return the lines that stay on the screen. A line that is erased and written again stays in its last state."""
     text = re.sub(r"\x1b\[\?25[lh]", "", output.decode())  # the cursor is hidden and shown
     return [re.split(r"\r|\x1b\[2K", line.rstrip("\r"))[-1].rstrip() for line in text.split("\n")]
 

@@ -3,20 +3,16 @@
 import json
 import re
 import shutil
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
-from fastsam.fed.data import FederatedData
 from fastsam.lab import cli, experiment
 from fastsam.lab.report.finished import FinishedRun
-from fastsam.lab.reproduce import runner
-from fastsam.lab.reproduce.metrics import METRICS, cell
-from fastsam.lab.reproduce.table import Column, load
+from fastsam.lab.reproduce.numbers import Outcome, cell
+from fastsam.lab.reproduce.table import Column, Part, load
 from tests.helpers.small_archives import torchvision
 
 QUICK = ["--scale", "--rounds", "2", "--seeds", "0"]
@@ -34,11 +30,12 @@ def test_the_report_has_the_papers_cells_beside_ours(table_dir: Path) -> None:
     page = (table_dir / "report.html").read_text()
     assert "<h1>fedlesam-table5: " in page and "(scaled to digits: not the paper&#x27;s setting)" in page
     row = next(line for line in page.splitlines() if "<td>FedLESAM-D</td>" in line and "0.31x" in line)
-    assert re.findall("<td>(.*?)</td>", row)[7:13:2] == ["0.31x", "0.60x", "0.30x †1"]
-    assert "†1: 0.30x the time for 0.31x the rounds contradicts" in page
+    assert re.findall("<td>(.*?)</td>", row)[7:13:2] == ["0.31x", "0.60x", "0.30x †"]
+    assert "published cell with † contradicts another statement of the paper" in page
     assert "ours (digits, to 80 %)" in page and "ours (digits, to 88 %)" in page
-    changes = (table_dir / "tables" / "what-this-run-changes-in-the-paper-s-setting.csv").read_text().splitlines()
-    assert {"data,cifar10,digits,everywhere", "rounds,800,2,everywhere"} <= {*changes}
+    (changes,) = re.findall("<li>keys with other values than the paper&#x27;s: (.*)</li>", page)
+    assert {"data", "rounds", "clients"} <= {*changes.split()} and changes.endswith(" --rounds 2")
+    assert "lr" not in changes.split(), "the rate is the paper's"
     assert "fastsam reproduce fedlesam-table5 --scale digits --seeds 0 --rounds 2" in page
     assert not re.search(r'(src|href)="(?!data:)', page)
     (part,) = load("fedlesam-table5").parts
@@ -52,7 +49,7 @@ def test_the_summary_has_every_cell(table_dir: Path) -> None:
     section, column = table.sections[0].title, "74 %"
     fields = {"section": section, "column": column, "algorithm": "fedlesam-d", "metric": "relative_compute"}
     cells = [c for c in summary["cells"] if {k: c[k] for k in fields} == fields]
-    assert len(cells) == 1 and cells[0]["paper"] == "0.30x" and len(cells[0]["not_to_be_trusted"]) == 1
+    assert len(cells) == 1 and cells[0]["paper"] == "0.30x †" and cells[0]["text"] == "–"
     assert {claim["winner"] for claim in summary["claims"]} == {"fedlesam-s", "fedlesam-d"}
 
 
@@ -123,7 +120,8 @@ def test_a_run_that_fails_leaves_its_cells_empty(tmp_path: Path, monkeypatch: An
     directory = tmp_path / "t"
     assert cli.main(["reproduce", "fedlesam-table7", "--scale", "--run-dir", str(directory)]) == 1
     text = "\n".join(path.read_text() for path in (directory / "tables").glob("*.csv"))
-    assert "\nFedSAM,1x,–,1x,–,2x,–\n" in text and "\nFedGAMMA,3x,3x,2x,2x,2x,2x\n" in text
+    assert "\nFedSAM,1x,–,1x,–,2x,–\n" in text
+    assert re.search(r"\nFedGAMMA,3x,3 \(3x\),2x,[\d.]+ \(2x\),2x,\d+ \(2x\)\n", text)
     page = (directory / "report.html").read_text()
     assert "<li>failed: fedsam-seed0: all clients of round 1 were excluded</li>" in page
     assert "error: fedsam-seed0" in capsys.readouterr().err
@@ -153,19 +151,6 @@ def test_who_holds_which_classes_is_a_table(tmp_path: Path) -> None:
     assert all(len(path.read_text().splitlines()) in (21, 41) for path in files)
 
 
-@pytest.mark.slow
-def test_two_names_for_one_axis(tmp_path: Path) -> None:
-    """The alpha of FedCM is drawn on the axis of the beta of other methods."""
-    from rich.console import Console
-
-    table = load("fedsam-fig3", "digits")
-    part = replace(table.parts[-1], sweep=("fedcm.alpha=0.1,0.5", "beta=0.1,0.5"))
-    table = replace(table, sections=(replace(table.sections[0], columns=(Column("beta", (part,)),)),))
-    plans = runner.plans(table, ["--rounds", "1", "--clients", "4", "--participation", "1"], [0])
-    outcome = runner.run(table, plans, tmp_path, False, Console(quiet=True))[part]
-    assert len(outcome.runs) == 6 and {tuple(run.point) for run in outcome.runs} == {("beta",)}
-
-
 def _run(algorithm: str, seed: int, accuracies: list[float], **summary: Any) -> FinishedRun:
     """Return a run whose rounds cost 2 s and 3 MB each."""
     history = [
@@ -176,69 +161,55 @@ def _run(algorithm: str, seed: int, accuracies: list[float], **summary: Any) -> 
     return FinishedRun(algorithm, seed, facts, history, Path(), algorithm)
 
 
+def _cell(metric: str, *parts: list[FinishedRun], target: float | None = None, seeds: int = 0) -> Any:
+    """Return a cell of FedSAM in a column with these runs in its parts."""
+    outcomes = {Part(f"part {i}", (), {}, ()): Outcome(runs, {}, np.zeros((1, 1))) for i, runs in enumerate(parts)}
+    return cell(metric, Column("", tuple(outcomes), target), "fedsam", outcomes, seeds)
+
+
 def test_cells() -> None:
-    base = [[_run("fedavg", 0, [0.1, 0.5, 0.9]), _run("fedavg", 1, [0.1, 0.5, 0.7])]]
-    own_runs = [[_run("fedsam", 0, [0.5, 0.6, 0.8]), _run("fedsam", 1, [0.1, 0.2, 0.3])]]
-    assert cell(METRICS["accuracy"], base, base, None) == (pytest.approx(80.0), "80.00 ± 14.14")
-    assert cell(METRICS["rounds"], base, base, 0.5) == (2.0, "2")
-    assert cell(METRICS["rounds"], base, base, 0.8) == (None, "3 / –")
-    assert cell(METRICS["rounds"], base, base, 0.95) == (None, "–")
-    assert cell(METRICS["relative_rounds"], [own_runs[0][:1]], [base[0][:1]], 0.5) == (1.0, "1.0 (0.50x)")
-    assert cell(METRICS["relative_traffic"], base, base, 0.5) == (6.0, "6.00 (1.00x)")
-    assert cell(METRICS["relative_compute"], base, base, 0.5) == (4.0, "4.00 (1.00x)")
+    runs = [_run("fedsam", 0, [0.1, 0.5, 0.9]), _run("fedsam", 1, [0.1, 0.5, 0.7])]
+    assert _cell("accuracy", runs) == (pytest.approx(80.0), "80.00 ± 14.14")
+    assert _cell("rounds", runs, target=0.5) == (2.0, "2")
+    assert _cell("rounds", runs, target=0.8, seeds=2) == (3.0, "3 (1 of 2 seeds)")
+    assert _cell("rounds", runs, target=0.95, seeds=2) == (None, "–")
+    runs += [_run("fedavg", 0, [0.1, 0.1, 0.1, 0.9]), _run("fedavg", 1, [0.1, 0.1, 0.1, 0.9])]
+    assert _cell("relative_rounds", runs, target=0.5) == (2.0, "2.0 (0.5x)")
+    assert _cell("relative_traffic", runs, target=0.5) == (6.0, "6.00 (0.5x)")
+    assert _cell("relative_compute", runs, target=0.5) == (4.0, "4.00 (0.5x)")
 
 
 def test_a_multiple_is_one_of_means_over_the_same_seeds() -> None:
-    own_runs = [[_run("fedsam", seed, [0.9], backprops=60.0) for seed in (0, 1)]]
-    base = [[_run("fedavg", 0, [0.1, 0.9], backprops=10.0), _run("fedavg", 1, [0.1, 0.1, 0.1, 0.9], backprops=30.0)]]
-    assert cell(METRICS["backprops"], own_runs, base, None) == (60.0, "3x")
-    assert cell(METRICS["relative_rounds"], own_runs, base, 0.5) == (1.0, "1.0 (0.33x)")
-    # Only one seed of FedAvg reached the accuracy, so there is no comparison.
-    late_base = [[base[0][0], _run("fedavg", 1, [0.1])]]
-    assert cell(METRICS["relative_rounds"], own_runs, late_base, 0.5) == (1.0, "1.0")
+    runs = [_run("fedsam", seed, [0.9], backprops=60.0 * (seed + 1)) for seed in (0, 1, 2)]
+    base = [_run("fedavg", 0, [0.1, 0.9], backprops=10.0), _run("fedavg", 1, [0.1] * 3 + [0.9], backprops=30.0)]
+    assert _cell("backprops", runs + base, seeds=3) == (90.0, "90 (4.5x) (2 of 3 seeds)")
+    assert _cell("relative_rounds", runs[:2] + base, target=0.5, seeds=2) == (1.0, "1.0 (0.333x)")
+    # Only one seed of FedAvg reached the accuracy.
+    late_base = [base[0], _run("fedavg", 1, [0.1])]
+    assert _cell("relative_rounds", runs[:2] + late_base, target=0.5, seeds=2) == (1.0, "1.0 (0.5x) (1 of 2 seeds)")
+    assert _cell("relative_rounds", runs[:2], target=0.5, seeds=2) == (1.0, "1.0")
 
 
 def test_a_column_averages_its_parts_seed_by_seed() -> None:
-    parts = [[_run("fedavg", 0, [0.2]), _run("fedavg", 1, [0.4])], [_run("fedavg", 0, [0.6]), _run("fedavg", 1, [0.8])]]
-    assert cell(METRICS["accuracy"], parts, parts, None) == (pytest.approx(50.0), "50.00 ± 14.14")
-    short_parts = [parts[0], parts[1][1:]]  # seed 0 of the second part is missing: its mean would be of another setting
-    assert cell(METRICS["accuracy"], short_parts, short_parts, None) == (pytest.approx(60.0), "60.00")
+    parts = [_run("fedsam", 0, [0.2]), _run("fedsam", 1, [0.4])], [_run("fedsam", 0, [0.6]), _run("fedsam", 1, [0.8])]
+    assert _cell("accuracy", *parts) == (pytest.approx(50.0), "50.00 ± 14.14")
+    # Seed 0 of the second part is missing: its mean would be of another setting.
+    assert _cell("accuracy", parts[0], parts[1][1:], seeds=2) == (pytest.approx(60.0), "60.00 (1 of 2 seeds)")
 
 
-def test_a_cell_and_a_ratio_say_of_how_many_seeds_they_are() -> None:
-    """A ratio is of the seeds that both algorithms have."""
-    base = [[_run("fedavg", s, [0.1] * s + [0.9], backprops=10.0 + 10 * s) for s in (0, 1, 2)]]
-    own_runs = [[_run("fedsam", s, [0.1] * s + [0.9], backprops=20.0 + 10 * s) for s in (0, 2)]]
-    text = "90.00 ± 0.00 (2 of 3 seeds)"
-    assert cell(METRICS["accuracy"], own_runs, base, None, 3) == (pytest.approx(90.0), text)
-    assert cell(METRICS["backprops"], own_runs, base, None, 3) == (30.0, "1.5x (2 of 3 seeds)")
-    assert cell(METRICS["relative_rounds"], own_runs, base, 0.5, 3) == (2.0, "2.0 (1.00x) (2 of 3 seeds)")
-    full, short = [own_runs[0] + [_run("fedsam", 1, [0.9], backprops=90.0)]], [base[0][:1]]
-    assert cell(METRICS["backprops"], full, short, None, 3) == (50.0, "2x (1 of 3 seeds)")
-    text = "1.7 (1.00x) (1 of 3 seeds)"
-    assert cell(METRICS["relative_rounds"], full, short, 0.5, 3) == (pytest.approx(5 / 3), text)
-    assert cell(METRICS["rounds"], own_runs, base, 0.95, 3) == (None, "–")
-
-
-def test_clients_training_accuracy_is_a_mean_and_a_spread() -> None:
-    summary = {"train_accuracy_mean": 0.9507, "train_accuracy_std": 0.0094}
-    runs = [[_run("fedavg", 0, [0.1], **summary)]]
-    assert cell(METRICS["train"], runs, runs, None) == (pytest.approx(95.07), "95.07 (0.94)")
-    x = torch.eye(3)
-    clients = [(x, torch.tensor([0, 1, 2])), (x[:2], torch.tensor([0, 2]))]
-    data = FederatedData(clients, (x, torch.tensor([0, 1, 2])), 3, "three")
-    model = torch.nn.Linear(3, 3, bias=False)
-    with torch.no_grad():
-        model.weight.copy_(torch.eye(3))
-    np.testing.assert_array_equal(runner.client_accuracies(model, data), [1.0, 0.5])
+def test_training_accuracy_is_of_all_samples() -> None:
+    assert _cell("train", [_run("fedsam", 0, [0.1], measures={"train_set_accuracy": 0.9507})])[1] == "95.07"
 
 
 def test_stored_memory_is_counted_from_the_declarations() -> None:
     """Table 7 of FedLESAM, the doubtful cell aside."""
-    base = [[_run("fedavg", 0, [0.1])]]
     expected = {
         "fedsam": "1x", "fedlesam": "2x", "mofedsam": "2x", "fedsmoo": "4x", "fedgamma": "3x", "fedlesam-s": "4x",
     }  # fmt: skip
+    table = load("fedlesam-table7")
+    (section,) = table.sections
+    runs = [_run(name, 0, [0.1]) for name in table.algorithms]
+    outcomes = {part: Outcome(runs, {}, np.zeros((1, 1))) for part in table.parts}
     for name, text in expected.items():
-        assert cell(METRICS["memory"], [[_run(name, 0, [0.1])]], base, None)[1] == text
-        assert load("fedlesam-table7").sections[0].published[name][0] == text
+        assert cell("memory", section.columns[0], name, outcomes, 1)[1] == f"{text[0]} ({text})"
+        assert section.published[name][0] == text

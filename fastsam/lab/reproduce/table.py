@@ -1,23 +1,24 @@
-"""The config files of tables and figures: their runs, the paper's numbers, and the cells that cannot be trusted.
+"""The config files of tables and figures: their runs and the paper's numbers.
 
-`tables/NAME.toml` has sections with columns; its numbers are the paper's as printed. A section names a protocol,
-`protocols/NAME.toml`. A protocol has the keys of a run as in a config file. Its table `scaled` has the keys that differ
-at the small scale.
+`tables/NAME.toml` has sections with columns; its numbers are the paper's as printed. A number ends with `DOUBT` if it
+contradicts another statement of the paper; a comment has the reason. A section names a protocol, `protocols/NAME.toml`.
+A protocol has the keys of a run as in a config file. Its table `scaled` has the keys that differ at the small scale.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from importlib import resources
-from typing import Any
+from typing import Any, NamedTuple
 
 from fastsam.fed.common.checks import nearest
-from fastsam.lab.config import ConfigError, ConfigSource, tomllib
-from fastsam.lab.run_config import TABLES
+from fastsam.lab.config import ConfigError, tomllib
+from fastsam.lab.run_config import OPTION_TABLES, TABLES
 
 SCALES = ("digits",)
+DOUBT = "†"
 
 
 @dataclass(frozen=True)
@@ -26,11 +27,8 @@ class Part:
 
     title: str
     algorithms: tuple[str, ...]
-    keys: Mapping[str, Any] = field(hash=False)  # keys of the config at the chosen scale, with the algorithms' tables
-    paper: Mapping[str, Any] = field(hash=False)  # keys of the config at the paper's scale
-    sweep: tuple[str, ...] = ()  # swept keys with their values
-    # swept keys that figures show on the axis of another key
-    same_axis: Mapping[str, str] = field(default_factory=dict, hash=False)
+    keys: Mapping[str, Any] = field(hash=False)  # keys of the config, with the algorithms' tables
+    sweep: tuple[str, ...]  # swept keys with their values
 
     @property
     def slug(self) -> str:
@@ -38,8 +36,7 @@ class Part:
         return re.sub(r"[^a-z0-9.]+", "-", self.title.lower()).strip("-")
 
 
-@dataclass(frozen=True)
-class Column:
+class Column(NamedTuple):
     """A column, whose numbers are means over its parts."""
 
     name: str  # text in the head
@@ -47,34 +44,13 @@ class Column:
     target: float | None = None  # accuracy in 0..1 for numbers of rounds, or None
 
 
-@dataclass(frozen=True)
-class Section:
+class Section(NamedTuple):
     """A block of a table."""
 
     title: str
     columns: tuple[Column, ...]
     # the paper's cells as printed, by algorithm: for each column one cell per metric
-    published: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class Distrust:
-    """Published cells that cannot be right."""
-
-    reason: str  # explanation for the report
-    section: str = ""  # title of a section; empty for all
-    columns: Sequence[str] = ()  # names of columns; empty for all
-    algorithms: Sequence[str] = ()  # names of algorithms; empty for all
-    metrics: Sequence[str] = ()  # names of metrics; empty for all
-
-    def covers(self, section: str, column: str, algorithm: str, metric: str) -> bool:
-        """Return True if this entry covers the cell."""
-        return (
-            self.section in ("", section)
-            and column in (self.columns or [column])
-            and algorithm in (self.algorithms or [algorithm])
-            and metric in (self.metrics or [metric])
-        )
+    published: Mapping[str, tuple[str, ...]]
 
 
 @dataclass(frozen=True)
@@ -82,17 +58,16 @@ class PaperTable:
     """A table or figure of a paper at one scale."""
 
     name: str
+    scale: str | None  # name of the scale; None for the paper's
+    sections: tuple[Section, ...]
     title: str
     source: str
-    scale: str | None  # name of the scale; None for the paper's
-    note: str
-    metrics: tuple[str, ...]  # names of `fastsam.lab.reproduce.metrics.METRICS`
-    figures: tuple[str, ...]  # names among curves, sweeps, surfaces, classes (a table); the parts then have reports
     algorithms: tuple[str, ...]
     seeds: tuple[int, ...]
-    surface_points: int
-    sections: tuple[Section, ...]
-    distrust: tuple[Distrust, ...]
+    metrics: tuple[str, ...] = ()  # names of `fastsam.lab.reproduce.numbers.METRICS`
+    figures: tuple[str, ...] = ()  # in the parts' reports: curves, sweeps, surfaces, classes (a table)
+    note: str = ""
+    surface_points: int = 51
 
     @property
     def parts(self) -> tuple[Part, ...]:
@@ -100,17 +75,15 @@ class PaperTable:
         columns = [column for section in self.sections for column in section.columns]
         return tuple(dict.fromkeys(part for column in columns for part in column.parts))
 
-    def published(self, section: Section, column: int, algorithm: str, metric: str) -> tuple[str | None, list[str]]:
-        """Return a published cell as printed, or None, and the reasons not to trust it."""
-        cells = section.published.get(algorithm)
-        text = None if cells is None else cells[column * len(self.metrics) + self.metrics.index(metric)]
-        cell = (section.title, section.columns[column].name, algorithm, metric)
-        return text, [entry.reason for entry in self.distrust if entry.covers(*cell)]
-
     @property
-    def needs(self) -> tuple[str, ...]:
-        """Return the data sets at the paper's scale."""
-        return tuple(dict.fromkeys(str(part.paper["data"]) for part in self.parts))
+    def data(self) -> str:
+        """Return the names of the data sets."""
+        return ", ".join(dict.fromkeys(str(part.keys["data"]) for part in self.parts))
+
+    def published(self, section: Section, column: int, algorithm: str, metric: str) -> str:
+        """Return a published cell as printed, "" if the paper has no such cell."""
+        cells = section.published.get(algorithm)
+        return "" if cells is None else cells[column * len(self.metrics) + self.metrics.index(metric)]
 
 
 def names() -> list[str]:
@@ -127,73 +100,55 @@ def load(name: str, scale: str | None = None) -> PaperTable:
         raise ConfigError(f"there is no table {name!r}{nearest(name, names())}; choose from {', '.join(names())}")
     if scale is not None and scale not in SCALES:
         raise ConfigError(f"--scale must be one of {', '.join(SCALES)}, got {scale!r}")
-    content = _read("tables", name)
-    sections = tuple(_section(section, content, scale) for section in content["section"])
-    return PaperTable(
-        name, content["title"], content["source"], scale, content.get("note", ""),
-        tuple(content.get("metrics", ())), tuple(content.get("figures", ())), tuple(content["algorithms"]),
-        tuple(content["seeds" if scale is None else "scaled_seeds"]),
-        content.get("surface_points" if scale is None else "scaled_surface_points", 51),
-        sections, tuple(Distrust(**entry) for entry in content.get("distrust", ())),
-    )  # fmt: skip
+    content = _at_scale(_read("tables", name), scale)
+    sections = tuple(_section(section, content, scale) for section in content.pop("section"))
+    fields: dict[str, Any] = {key: tuple(v) if isinstance(v, list) else v for key, v in content.items()}
+    return PaperTable(name, scale, sections, **fields)
 
 
-def source(part: Part, name: str, at_paper: bool = False) -> ConfigSource:
-    """Return the part's config, as `fastsam.lab.config.resolve` takes it."""
-    content = part.paper if at_paper else part.keys
-    tables = {key: value for key, value in content.items() if _is_table(key, value)}
-    return ConfigSource({k: v for k, v in content.items() if k not in tables}, tables, name=name)
+def is_algorithm_table(key: str, value: Any) -> bool:
+    """Return True if a key of a config has the options of an algorithm."""
+    return isinstance(value, dict) and key not in {*TABLES, *OPTION_TABLES}
 
 
 def _read(folder: str, name: str) -> dict[str, Any]:
     return tomllib.loads((resources.files(__package__) / folder / f"{name}.toml").read_text(encoding="utf-8"))
 
 
+def _at_scale(content: Mapping[str, Any], scale: str | None) -> dict[str, Any]:
+    """Return the keys at a scale: at a small one, `scaled_KEY` replaces KEY."""
+    scaled = {key[7:]: value for key, value in content.items() if key.startswith("scaled_")}
+    keys = {key: value for key, value in content.items() if not key.startswith("scaled_")}
+    return keys if scale is None else keys | scaled
+
+
 def _section(section: Mapping[str, Any], table: Mapping[str, Any], scale: str | None) -> Section:
-    columns = tuple(_column(column, section, table, scale) for column in section["columns"])
+    columns = tuple(_column(_at_scale(column, scale), section, table, scale) for column in section["columns"])
     return Section(section["title"], columns, {k: tuple(v) for k, v in section.get("published", {}).items()})
 
 
 def _column(
     column: Mapping[str, Any], section: Mapping[str, Any], table: Mapping[str, Any], scale: str | None
 ) -> Column:
-    if "average" in column:
-        return Column(column["name"], _parts_of(column["average"], column["protocol"], table["algorithms"], scale))
-    layers = [_read("protocols", section["protocol"])]
-    scaled_layers = [layers[0].pop("scaled")]
-    for layer in (section, column):
-        layers.append(layer.get("keys", {}))
-        scaled_layers.append(layer.get("scaled", {}))
-    paper = _merge(layers)
-    keys = paper if scale is None else _merge([*layers, *scaled_layers])
+    if "average" in column:  # the parts of another table whose sections have this protocol, for our algorithms
+        other = _read("tables", column["average"])
+        kin = [s | {"algorithms": table["algorithms"]} for s in other["section"] if s["protocol"] == column["protocol"]]
+        columns = [c for s in kin for c in _section(s, other, scale).columns]
+        return Column(column["name"], tuple(part for c in columns for part in c.parts))
+    protocol = _read("protocols", section["protocol"])
+    layers = [{"keys": protocol, "scaled": protocol.pop("scaled")}, section, column]
+    kinds = ("keys",) if scale is None else ("keys", "scaled")
+    keys = _merge(layer.get(kind, {}) for kind in kinds for layer in layers)
     algorithms = column.get("algorithms", section.get("algorithms", table["algorithms"]))
-    sweep = column.get("sweep", ()) if scale is None else column.get("scaled_sweep", column.get("sweep", ()))
     is_distinct = column.get("keys") or column.get("algorithms") or column.get("sweep")
     title = f"{section['title']}, {column['name']}" if is_distinct else section["title"]
-    target = column.get("target") if scale is None else column.get("scaled_target")
-    part = Part(title, tuple(algorithms), keys, paper, tuple(sweep), column.get("same_axis", {}))
-    return Column(column["name"], (part,), target)
+    part = Part(title, tuple(algorithms), keys, tuple(column.get("sweep", ())))
+    return Column(column["name"], (part,), column.get("target"))
 
 
-def _parts_of(table_name: str, protocol: str, algorithms: Sequence[str], scale: str | None) -> tuple[Part, ...]:
-    """Return the parts of another table whose sections have this protocol, for these algorithms."""
-    content = _read("tables", table_name)
-    sections = [
-        _section(section | {"algorithms": algorithms}, content, scale)
-        for section in content["section"]
-        if section["protocol"] == protocol
-    ]
-    return tuple(part for section in sections for column in section.columns for part in column.parts)
-
-
-def _merge(layers: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def _merge(layers: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     """Merge layers; the later wins. The tables of algorithms are merged key by key, other values replaced."""
     result: dict[str, Any] = {}
-    for layer in layers:
-        for key, value in layer.items():
-            result[key] = {**result.get(key, {}), **value} if _is_table(key, value) else value
+    for key, value in (item for layer in layers for item in layer.items()):
+        result[key] = {**result.get(key, {}), **value} if is_algorithm_table(key, value) else value
     return result
-
-
-def _is_table(key: str, value: Any) -> bool:
-    return isinstance(value, dict) and key not in TABLES
