@@ -36,10 +36,12 @@ from fastsam.fed.loop.personal import ClientModels
 from fastsam.fed.rundir.checkpoint import RunDirectory, RunState
 from fastsam.fed.stages.base import Stage
 from fastsam.fed.sums.ranks import Ranks
+from fastsam.fed.update.memory_format import return_freed
 from fastsam.fed.update.model_copy import Replica
 from fastsam.fed.update.parameter_layout import ParameterLayout
 
 log = logging.getLogger("fastsam.fed")
+_ROUNDS_OF_HEAP = 16  # rounds after which the free memory is looked at
 INTERRUPTED = (
     "interrupted after %d of %d rounds, which are lost. With run_dir='runs/name' they would be kept, and resume=True "
     "would continue them"
@@ -87,6 +89,8 @@ class Loop:
                     if state.round % settings.checkpoint_every == 0 or state.round == settings.rounds:
                         directory.save(state)
                 listeners.round(state, self._evaluates(state.round))
+                if state.round % _ROUNDS_OF_HEAP == 0:
+                    return_freed()
             if directory is not None and directory.saved_round < state.round:  # it was stopped
                 directory.save(state)
             return replace(state, history=self.ranks.broadcast(self._final_history(state)))

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
+import functools
 import logging
 import sys
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +19,8 @@ FORMATS = ("auto", "preserve", "channels_last")
 PRESERVE, CHANNELS_LAST = FORMATS[1:]
 _MAX_NUMEL = 2**20  # elements of 4-d weights: with more, autograd's copies of their gradients cost what the order saves
 _BLOCK = 32 * 2**20 - 2 * 4096  # bytes: the longest that glibc's threshold follows, less its header and an alignment
+
+_MAX_FREED = 32 * 2**20  # bytes
 
 
 def reorder(model: nn.Module, format: str, device: torch.device, stacked: bool) -> nn.Module:
@@ -163,3 +168,37 @@ def keep_freed(device: torch.device) -> None:
     if device.type == "cpu" and sys.platform == "linux":
         block = torch.empty(_BLOCK, dtype=torch.uint8)
         del block
+
+
+class _Heap(ctypes.Structure):
+    """glibc's `struct mallinfo2`; `fordblks` is the number of free bytes in all heaps."""
+
+    _fields_ = [
+        (name, ctypes.c_size_t)
+        for name in (
+            *("arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks", "fordblks"),
+            "keepcost",
+        )
+    ]
+
+
+@functools.cache
+def _glibc() -> Any:
+    """Return the C library if it is a glibc that tells how much of its heaps is free, else None."""
+    library: Any = ctypes.CDLL(None) if sys.platform == "linux" else None
+    if not (hasattr(library, "mallinfo2") and hasattr(library, "malloc_trim")):
+        return None
+    library.mallinfo2.restype = _Heap
+    return library
+
+
+def return_freed() -> None:
+    """Return the free memory of glibc's heaps to the system if it is more than 32 MiB.
+
+    glibc before 2.38 can seldom use a freed aligned block again (its bug 14581). In a run whose rounds keep tensors
+    between those that they free, the free memory grows with every round: by 0.7 MB for FedSMOO with ten clients of
+    50,000 parameters.
+    """
+    glibc = _glibc()
+    if glibc is not None and glibc.mallinfo2().fordblks > _MAX_FREED:
+        glibc.malloc_trim(0)

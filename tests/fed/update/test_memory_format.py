@@ -333,3 +333,49 @@ def test_memory_is_only_kept_for_runs_on_the_cpu(monkeypatch):
     memory_format.keep_freed(torch.device("cuda"))
     monkeypatch.setattr(memory_format.sys, "platform", "darwin")
     memory_format.keep_freed(CPU)
+
+
+RESIDENT = """
+import torch
+from torch import nn
+from fastsam import fed
+from fastsam.fed.update import memory_format
+
+def resident():
+    return int(open("/proc/self/statm").read().split()[1]) * 4096 / 2**20
+
+torch.set_num_threads(1)
+torch.manual_seed(0)
+"""
+HOLES = """
+memory_format.keep_freed(torch.device("cpu"))
+blocks = [torch.ones(2**20 if i % 2 else 2**17, dtype=torch.uint8) for i in range(200)]
+del blocks[1::2]
+before = resident()
+memory_format.return_freed()
+print(resident() - before)
+"""
+ROUNDS = """
+sizes, data = [], [(torch.randn(n, 40), torch.randint(10, (n,))) for n in torch.randint(8, 20, (40,)).tolist()]
+model = nn.Sequential(nn.Linear(40, 200), nn.ReLU(), nn.Linear(200, 200), nn.ReLU(), nn.Linear(200, 10))
+fed.run(
+    model, data, fed.FedSMOO(), rounds=192, participation=0.25, batch_size=4, executor="vmap",
+    progress=lambda record: sizes.append(resident()),
+)
+print(sizes[-1] - sizes[31])
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="the heap is glibc's")
+@pytest.mark.parametrize(
+    ("code", "most"), [(HOLES, -90), pytest.param(ROUNDS, 60, marks=pytest.mark.slow)], ids=["holes", "rounds"]
+)
+def test_freed_memory_does_not_add_up(code, most):
+    """100 blocks of 1 MiB between others that stay, and rounds of which each frees such blocks (115 MiB more
+    without a look at the heap)."""
+    settings = ("MALLOC_", "GLIBC_TUNABLES", "LD_PRELOAD")
+    environment = {k: v for k, v in os.environ.items() if not k.startswith(settings)}
+    options = {"env": environment, "capture_output": True, "text": True, "timeout": 120}
+    process = subprocess.run([sys.executable, "-c", RESIDENT + code], **options)
+    assert process.returncode == 0, process.stderr
+    assert float(process.stdout) < most  # MiB
