@@ -109,7 +109,7 @@ KINDS: tuple[tuple[str, Callable[[], tuple[Pair, Pair]], Callable[[], nn.Module]
     ("MLP", series, mlp, {}),
     ("CNN", series, cnn, {"steps": 1500, "seeds": 5, "tuning_seeds": 1}),
     ("GRU", series, Gru, {"steps": 1000, "seeds": 3, "tuning_seeds": 1}),
-    ("MNIST", images, strided_cnn, {"train": 500, "steps": 300, "batch": 32}),
+    ("MNIST", images, strided_cnn, {"train": 500, "steps": 300, "batch": 32, "tuning_seeds": 6}),
 )
 TASKS = {
     f"{name.lower()}-{percent}": Task(

@@ -58,6 +58,8 @@ def _cell(column: Mapping[str, Sequence[float]], name: str, baseline: str) -> st
 
 def _curve(tasks: Sequence[Record]) -> str:
     """Return a row for each task, and across the values."""
-    heads = [f"{row['value']:g}" for row in tasks[0]["rows"]]
+    values = [row["value"] for row in tasks[0]["rows"]]
+    is_start = tasks[0]["part"] == "start"
+    heads = [f"{100 * value:g} % ({2 - value:g} passes)" if is_start else f"{value:g}" for value in values]
     rows = [[task["title"], *(f"{100 * row['steps']['mean']:.1f}" for row in task["rows"])] for task in tasks]
     return Table("", ["", *heads], rows).markdown()

@@ -14,7 +14,7 @@ from tests.helpers.places import ROOT
 pytestmark = pytest.mark.pages
 
 HOLE = "…"  # part of a message that differs from case to case
-ROOMS = ("*.py", "optim/*.py", *(f"fed/{room}/*.py" for room in ("common", "loop", "rundir", "update")))
+ROOMS = ("*.py", "optim/*.py", "lab/*.py", *(f"fed/{room}/*.py" for room in ("common", "loop", "rundir", "update")))
 
 
 def texts() -> Iterator[str]:
