@@ -60,7 +60,9 @@ QUICK = {
 
 
 @pytest.mark.of_each_kind
-@pytest.mark.parametrize("question", QUICK)
+@pytest.mark.parametrize(
+    "question", [pytest.param(name, marks=pytest.mark.slow) if name == "language" else name for name in QUICK]
+)
 def test_a_quick_run_gives_a_figure_for_every_row(
     question: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
