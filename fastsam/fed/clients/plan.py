@@ -229,10 +229,10 @@ class Work:
         if not self.options.shuffle:
             yield from zip(*(t[: sum(self.sizes)].split(size) for t in self.tensors), strict=True)
             return
-        tensors = self.tensors if store is None else store.tensors
-        order = to_device(self.order(epoch), tensors[0].device)
+        x, y = self.tensors if store is None else store.tensors
+        order = to_device(self.order(epoch), y.device)
         for block in order.split(size) if len(order) > size else (order,):
-            yield tuple(t.index_select(0, block) for t in tensors)
+            yield x.index_select(0, block), y.index_select(0, block)
 
     def _own_batches(self, samples: ClientDataset) -> Iterator[tuple[Any, Any]]:
         first = first_index(self.clients, self.client)
