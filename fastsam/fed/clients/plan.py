@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from itertools import accumulate, islice, repeat
 from typing import Any
 
@@ -69,12 +69,20 @@ def _sizes_of(samples: int, batch_size: int, drop_last: bool) -> tuple[int, ...]
 class Orders:
     """The orders of the samples of some clients in a round, drawn for all of them in one call an epoch.
 
-    Attributes, known when the clients' numbers of samples are:
+    Attributes, from `measure` on:
         sizes: number of samples of each client.
         kept: number of samples of each client in an epoch.
         epochs: number of epochs of each client.
         begins: place of each client in `indices`, and the end of the last one.
+        indices: the indices of the samples of all clients, int64 `[.]` on the host: of each client one epoch after the
+            other. They count in the store, or in the client's own data. From `draw` on.
     """
+
+    sizes: Sequence[int]
+    kept: Sequence[int]
+    epochs: Sequence[int]
+    begins: Sequence[int] = ()
+    indices: Tensor | None = None
 
     def __init__(self, population: Population, options: SampleOptions, round: int, clients: Sequence[int]) -> None:
         self.population, self.options, self.round, self.clients = population, options, round, clients
@@ -83,47 +91,36 @@ class Orders:
         """Return the work of each of the clients."""
         return [Work(client, self, place, self.options) for place, client in enumerate(self.clients)]
 
-    @cached_property
-    def sizes(self) -> Sequence[int]:
-        return list(map(self.population.clients.sizes.__getitem__, self.clients))
+    def measure(self) -> None:
+        """Compute the numbers of samples, which must be known."""
+        options = self.options
+        self.sizes = list(map(self.population.clients.sizes.__getitem__, self.clients))
+        numbers = {n: (sum(options.sizes_of(n)), options.epochs_of(n)) for n in set(self.sizes)}
+        self.kept, self.epochs = zip(*map(numbers.__getitem__, self.sizes), strict=True)
+        self.begins = [0, *accumulate(map(operator.mul, self.kept, self.epochs))]
 
-    @cached_property
-    def kept(self) -> Sequence[int]:
-        kept = {n: sum(self.options.sizes_of(n)) for n in set(self.sizes)}
-        return list(map(kept.__getitem__, self.sizes))
-
-    @cached_property
-    def epochs(self) -> Sequence[int]:
-        epochs = {n: self.options.epochs_of(n) for n in set(self.sizes)}
-        return list(map(epochs.__getitem__, self.sizes))
-
-    @cached_property
-    def begins(self) -> Sequence[int]:
-        return [0, *accumulate(map(operator.mul, self.kept, self.epochs))]
-
-    @cached_property
-    def indices(self) -> Tensor:
-        """The indices of the samples of all clients, int64 `[.]` on the host: of each client one epoch after the other.
-        They count in the store, or in the client's own data."""
-        out = torch.empty(self.begins[-1], dtype=torch.int64, device="cpu")
-        store = self.population.clients.store
-        firsts = repeat(0) if store is None else map(store.offsets.__getitem__, self.clients)
-        lines = list(zip(self.clients, self.sizes, self.kept, self.begins, firsts, strict=False))
-        for epoch in range(max(self.epochs)):
-            if epoch:
-                left = [line for line, epochs in zip(lines, self.epochs, strict=True) if epoch < epochs]
-                lines_of_epoch = [(i, n, kept, begin + epoch * kept, first) for i, n, kept, begin, first in left]
-            else:
-                lines_of_epoch = lines
-            seeds.write_orders(out, lines_of_epoch, self._seed(epoch))
-        return out
+    def draw(self) -> Tensor:
+        """Return `indices`, which are drawn at the first call."""
+        if self.indices is None:
+            self.indices = torch.empty(self.begins[-1], dtype=torch.int64, device="cpu")
+            store = self.population.clients.store
+            firsts = repeat(0) if store is None else map(store.offsets.__getitem__, self.clients)
+            lines = list(zip(self.clients, self.sizes, self.kept, self.begins, firsts, strict=False))
+            for epoch in range(max(self.epochs)):
+                if epoch:
+                    left = [line for line, epochs in zip(lines, self.epochs, strict=True) if epoch < epochs]
+                    lines_of_epoch = [(i, n, kept, begin + epoch * kept, first) for i, n, kept, begin, first in left]
+                else:
+                    lines_of_epoch = lines
+                seeds.write_orders(self.indices, lines_of_epoch, self._seed(epoch))
+        return self.indices
 
     def of(self, place: int, epoch: int) -> Tensor:
         """Return the indices of a client's samples in an epoch, int64 `[samples]` on the host."""
         kept, client = self.kept[place], self.clients[place]
         if epoch < self.epochs[place]:
             begin = self.begins[place] + epoch * kept
-            return self.indices[begin : begin + kept]
+            return self.draw()[begin : begin + kept]
         out = torch.empty(kept, dtype=torch.int64, device="cpu")  # a loop asked for more epochs
         first = first_index(self.population.clients, client)
         seeds.write_orders(out, [(client, self.sizes[place], kept, 0, first)], self._seed(epoch))
@@ -163,6 +160,8 @@ class Work:
         """Load the client's samples if they come in batches."""
         if self.clients.is_batched:
             self.dataset = self.clients[self.client]
+            if not self.orders.begins:  # the number of samples was unknown
+                self.orders.measure()
 
     @property
     def clients(self) -> Clients:
@@ -185,7 +184,7 @@ class Work:
     @property
     def samples(self) -> int:
         """The number of samples of the client."""
-        return self.clients.sizes[self.client]
+        return self.orders.population.clients.sizes[self.client]
 
     @property
     def sizes(self) -> Sequence[int]:
@@ -260,8 +259,10 @@ def plan(
     at_once = at_once if knows_sizes else 1
     for begin in range(0, len(clients), at_once):
         orders = Orders(population, options, round, clients[begin : begin + at_once])
-        if knows_sizes and options.shuffle:
-            _ = orders.indices
+        if knows_sizes:
+            orders.measure()
+            if options.shuffle:
+                orders.draw()
         yield from orders.works()
 
 
@@ -270,15 +271,15 @@ def orders_of(works: Sequence[Work], epoch: int) -> Tensor:
     orders, place, n = works[0].orders, works[0].place, len(works)
     if not _are_neighbours(works) or epoch >= orders.epochs[place]:
         return torch.stack([work.order(epoch) for work in works])
-    indices = orders.indices[orders.begins[place] : orders.begins[place + n]]
+    indices = orders.draw()[orders.begins[place] : orders.begins[place + n]]
     return indices.view(n, orders.epochs[place], orders.kept[place])[:, epoch]
 
 
 def indices_of(works: Sequence[Work], epochs: Sequence[range]) -> Tensor:
     """Return the indices of the samples of works in some of their epochs, int64 `[.]`, one work after the other."""
     orders, place = works[0].orders, works[0].place
-    if _are_neighbours(works) and list(map(len, epochs)) == orders.epochs[place : place + len(works)]:
-        return orders.indices[orders.begins[place] : orders.begins[place + len(works)]]
+    if _are_neighbours(works) and tuple(map(len, epochs)) == orders.epochs[place : place + len(works)]:
+        return orders.draw()[orders.begins[place] : orders.begins[place + len(works)]]
     return torch.cat([work.order(epoch) for work, one in zip(works, epochs, strict=True) for epoch in one])
 
 
