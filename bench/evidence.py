@@ -35,7 +35,7 @@ LRS, DECAYS, RHOS = (0.05, 0.1, 0.2), (1e-3, 3e-3, 9e-3), (0.15, 0.3, 0.6)
 GROWTH, FIRST_TUNING_SEED = 3, 1000  # at most three extensions of a grid
 LATE = 0.75  # fraction of the steps before the first step of SAM
 CURVE, STARTS = (0.05, 0.1, 0.2, 0.4, 0.6, 0.8), (0.0, 0.5, 0.75, 0.9, 1.0)  # radii, and fractions like `LATE`
-ROUNDS, QUICK_ROUNDS, LAST = 200, 3, 5  # of clients; accuracy is the mean of the last rounds
+ROUNDS, QUICK_ROUNDS, LAST = 200, 3, 5  # rounds; a run's accuracy is the mean of the last ones
 COHORT: dict[str, Any] = {"participation": 0.25, "local_epochs": 5, "batch_size": 20}
 
 

@@ -27,7 +27,7 @@ class Process:
     Args:
         command: the program and its arguments.
         environment: variables in addition to the variables of this process.
-        folder: working directory, from which `python -m` imports (default: that of this process).
+        folder: working directory, from which `python -m` imports (default: the working directory of this process).
         num_cores: number of cores that it and its descendants may use (default: all of this process).
 
     Attributes:

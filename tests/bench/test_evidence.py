@@ -65,7 +65,7 @@ def test_tuning_sees_neither_the_test_set_nor_wrong_labels(name: str) -> None:
 
 
 def keys(x: torch.Tensor) -> list[bytes]:
-    """Return the samples as what a dict has as keys."""
+    """Return the bytes of each sample."""
     return [row.tobytes() for row in x.numpy()]
 
 

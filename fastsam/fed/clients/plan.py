@@ -121,7 +121,7 @@ class Orders:
         if epoch < self.epochs[place]:
             begin = self.begins[place] + epoch * kept
             return self.draw()[begin : begin + kept]
-        out = torch.empty(kept, dtype=torch.int64, device="cpu")  # a loop asked for more epochs
+        out = torch.empty(kept, dtype=torch.int64, device="cpu")  # epochs beyond those of the run, for a loop
         first = first_index(self.population.clients, client)
         seeds.write_orders(out, [(client, self.sizes[place], kept, 0, first)], self._seed(epoch))
         return out
@@ -139,7 +139,7 @@ class Work:
         client: id of the client.
         orders: orders of its samples, shared by clients that are planned together.
         place: place of the client among them.
-        options: options of the run, or of the epochs that a loop asks for.
+        options: options of the run, or of the epochs that a loop requests.
         epochs_done: number of epochs that the client has begun before in this round.
         dataset: its samples if they come in batches, from `open` on.
     """
@@ -252,8 +252,8 @@ def plan(
 ) -> Iterator[Work]:
     """Yield the work of each of some clients in a round.
 
-    The orders of `at_once` clients are drawn together, before the first of them is yielded. Those of a client whose
-    number of samples is unknown are drawn when they are needed, after it was opened.
+    The orders of `at_once` clients are drawn together, before the first of these clients is yielded. A client with an
+    unknown number of samples has its orders drawn at their first use, after `open`.
     """
     knows_sizes = population.clients.has_all_sizes
     at_once = at_once if knows_sizes else 1

@@ -41,7 +41,7 @@ from fastsam.fed.update.model_copy import Replica
 from fastsam.fed.update.parameter_layout import ParameterLayout
 
 log = logging.getLogger("fastsam.fed")
-_ROUNDS_OF_HEAP = 16  # rounds after which the free memory is looked at
+_ROUNDS_OF_HEAP = 16  # rounds between two checks of the free memory
 INTERRUPTED = (
     "interrupted after %d of %d rounds, which are lost. With run_dir='runs/name' they would be kept, and resume=True "
     "would continue them"

@@ -195,9 +195,9 @@ def _glibc() -> Any:
 def return_freed() -> None:
     """Return the free memory of glibc's heaps to the system if it is more than 32 MiB.
 
-    glibc before 2.38 can seldom use a freed aligned block again (its bug 14581). In a run whose rounds keep tensors
-    between those that they free, the free memory grows with every round: by 0.7 MB for FedSMOO with ten clients of
-    50,000 parameters.
+    glibc before 2.38 can seldom use a freed aligned block again (its bug 14581). If the tensors that a round keeps lie
+    between freed ones, the free memory grows with every round: by 0.7 MB for FedSMOO with ten clients of 50,000
+    parameters.
     """
     glibc = _glibc()
     if glibc is not None and glibc.mallinfo2().fordblks > _MAX_FREED:

@@ -1,4 +1,4 @@
-"""The samples of clients in a round: for every kind of clients the batches are those of a loop written by hand."""
+"""The samples of clients in a round: every kind of clients has the batches of a loop written by hand."""
 
 from collections.abc import Iterator
 from typing import Any
