@@ -18,7 +18,9 @@ from fastsam.fed.clients.samples import ClientDataset, Tensors
 from fastsam.fed.common import seeds
 from fastsam.fed.common.transfer import to_device
 
-BLOCK = 32  # batches that are gathered and augmented at once
+BLOCK = 32  # batches that are augmented at once, and gathered at once if they are small
+MAX_GATHERED = 64 * 2**20  # most bytes that are gathered at once
+_ALIGNMENT = 256  # bytes: libraries' rounding depends on where a batch begins, but not beyond such a multiple
 
 
 @dataclass(frozen=True)
@@ -223,13 +225,15 @@ class Work:
                 yield from zip(x.split_with_sizes(sizes), y.split_with_sizes(sizes), strict=True)
 
     def _blocks(self, epoch: int) -> Iterator[Tensors]:
-        """Yield an epoch's samples in their order, `BLOCK` batches at a time."""
+        """Yield an epoch's samples in their order, `BLOCK` batches at a time, or fewer."""
         size, store = BLOCK * self.options.batch_size, self.clients.store
         if not self.options.shuffle:
             yield from zip(*(t[: sum(self.sizes)].split(size) for t in self.tensors), strict=True)
             return
         x, y = self.tensors if store is None else store.tensors
         order = to_device(self.order(epoch), y.device)
+        if self.orders.population.augment is None:
+            size = self.options.batch_size * batches_at_once(self.options.batch_size, (x, y))
         for block in order.split(size) if len(order) > size else (order,):
             yield x.index_select(0, block), y.index_select(0, block)
 
@@ -264,6 +268,16 @@ def plan(
             if options.shuffle:
                 orders.draw()
         yield from orders.works()
+
+
+def batches_at_once(samples: int, tensors: Tensors) -> int:
+    """Return how many batches of so many samples are gathered at once: `BLOCK`, or as many as `MAX_GATHERED` bytes hold
+    where that leaves the beginning of each batch as far from a multiple of the alignment as in a block."""
+    sizes = [samples * t[0].numel() * t.element_size() for t in tensors]
+    if sum(sizes) * BLOCK <= MAX_GATHERED:
+        return BLOCK
+    is_aligned = all(size % _ALIGNMENT == 0 for t, size in zip(tensors, sizes, strict=True) if t.is_floating_point())
+    return max(1, MAX_GATHERED // sum(sizes)) if is_aligned else BLOCK
 
 
 def orders_of(works: Sequence[Work], epoch: int) -> Tensor:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fastsam.fed.clients.plan import BLOCK, Work, orders_of
+from fastsam.fed.clients.plan import Work, batches_at_once, orders_of
 from fastsam.fed.clients.samples import Tensors
 from fastsam.fed.common.transfer import to_device
 
@@ -36,6 +36,7 @@ class BatchGatherer:
     def __init__(self, works: Sequence[Work]) -> None:
         self.works, self.size, self.sizes = works, works[0].options.batch_size, works[0].sizes
         self.samples, self.store = sum(self.sizes), works[0].clients.store
+        self._at_once: int | None = None  # number of batches of a gather
         self._orders: tuple[int, Tensor] | None = None  # an epoch, and its orders
         self._block: tuple[tuple[int, int], list[Tensors]] | None = None  # epoch and number, and their batches
 
@@ -44,12 +45,14 @@ class BatchGatherer:
         epoch, number = self.place(k)
         if self.sizes[number] < self.size and self.store is not None:
             return self.gather(self._places(epoch)[:, number * self.size :])
-        key, samples = (epoch, number // BLOCK), BLOCK * self.size
+        if self._at_once is None:
+            self._at_once = batches_at_once(self.size * len(self.works), self.works[0].tensors)
+        key, samples = (epoch, number // self._at_once), self._at_once * self.size
         if self._block is None or self._block[0] != key:
             self._block = None  # its memory can be used again
             orders = self._places(epoch)[:, key[1] * samples : (key[1] + 1) * samples]
             self._block = key, self._batches(orders)
-        return self._block[1][number % BLOCK]
+        return self._block[1][number % self._at_once]
 
     def place(self, k: int) -> tuple[int, int]:
         """Return the epoch of batch k, and the number of the batch in it."""

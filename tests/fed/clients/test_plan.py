@@ -116,3 +116,21 @@ def test_orders_of_several_clients_are_their_own(clients: list[int]) -> None:
     for chosen in (works[:3], works[1:3], works[2:5], [works[2], works[0]]):
         for epoch in (0, 1, 2):
             assert torch.equal(orders_of(chosen, epoch), torch.stack([work.order(epoch) for work in chosen]))
+
+
+@pytest.mark.parametrize("width", [64, 3])
+def test_few_bytes_are_gathered_at_once(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A block stays whole if parts would begin elsewhere in memory, which changes the last bits of float32."""
+    clients = [(torch.randn(50, width), torch.zeros(50, dtype=torch.int64))]
+    population = prepare(clients, None, torch.float32, torch.device("cpu"))
+
+    def batches() -> list[Tensor]:
+        (work,) = works_of(population, [0])
+        return [x for x, _ in work.batches()]
+
+    blocks = batches()
+    monkeypatch.setattr(fed.clients.plan, "MAX_GATHERED", 2 * BATCH * (4 * width + 8))
+    parts = batches()
+    assert all(map(torch.equal, blocks, parts)) and len(parts) == 13
+    gathered = max(x.untyped_storage().nbytes() for x in parts)
+    assert gathered == (2 * BATCH if width == 64 else 50) * 4 * width
