@@ -43,6 +43,29 @@ FASTSAM_LANES Lanes logarithm(Lanes x) {
   return m + p + e * 0.693359375f;
 }
 
+// Returns erf(x) to 2 units in the last place: near zero x plus x times a polynomial in x^2, elsewhere 1 minus e^(-x^2)
+// times a polynomial in 1/(1 + 0.4|x|).
+FASTSAM_LANES Lanes error_function(Lanes x) {
+  const Lanes length = magnitude(x), square = x * x;
+  Lanes near = every(-6.0903985e-4f);
+  near = near * square + 5.0119716e-3f;
+  near = near * square - 2.6778916e-2f;
+  near = near * square + 1.1282141e-1f;
+  near = near * square - 3.7612525e-1f;
+  near = near * square + 1.28379107e-1f;
+  near = near * x + x;
+  const Lanes far = chosen(length > every(4.0f), every(4.0f), length), t = 1.0f / (1.0f + 0.4f * far);
+  Lanes p = every(-1.9933752e-1f);
+  p = p * t + 7.2512347e-1f;
+  p = p * t - 4.2579341e-1f;
+  p = p * t + 5.3737289e-1f;
+  p = p * t + 1.1995334e-1f;
+  p = p * t + 2.4416195e-1f;
+  p = p * t - 1.3679197e-3f;
+  const Lanes rest = 1.0f - p * exponential(-(far * far));
+  return chosen(length < every(0.9f), near, chosen(x < every(0.0f), -rest, rest));
+}
+
 // Calls OP(code, result) for each elementwise operation of the operands a, b and c and the instruction's number.
 #undef FASTSAM_ELEMENT_OPS
 #define FASTSAM_ELEMENT_OPS(OP)                                                                    \
@@ -64,4 +87,6 @@ FASTSAM_LANES Lanes logarithm(Lanes x) {
   OP(threshold_backward, chosen(b <= number, every(0.0f), a))                                      \
   OP(tanh_backward, a * (1.0f - b * b))                                                            \
   OP(sigmoid_backward, a * (1.0f - b) * b)                                                         \
-  OP(multiply_add, a + number * (b * c))
+  OP(multiply_add, a + number * (b * c))                                                           \
+  OP(error_function, error_function(a))                                                            \
+  OP(shift, a + number)

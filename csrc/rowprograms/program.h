@@ -41,6 +41,8 @@ enum class Code : int64_t {
   tanh_backward,
   sigmoid_backward,
   multiply_add,
+  error_function,
+  shift,
   count
 };
 

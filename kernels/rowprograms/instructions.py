@@ -61,6 +61,8 @@ class Code(IntEnum):
     TANH_BACKWARD = 23  # a * (1 - b^2)
     SIGMOID_BACKWARD = 24  # a * (1 - b) * b
     MULTIPLY_ADD = 25  # a + x*b*c
+    ERROR_FUNCTION = 26
+    SHIFT = 27  # a + x
 
 
 @dataclass(frozen=True)

@@ -42,6 +42,7 @@ CASES = {
     "one": ((3, 2), 1, {}),
     "tanh": ((12, 9, 4), 5, {"activation": nn.Tanh}),
     "sigmoid": ((12, 9, 4), 5, {"activation": nn.Sigmoid}),
+    "gelu": ((12, 9, 4), 5, {"activation": nn.GELU}),
     "several chunks": ((300, 40, 3), 4, {}),
     "memory of its own": ((300, 230, 5), 2, {}),  # more than a block's shared memory
 }

@@ -29,6 +29,8 @@ ELEMENTWISE: dict[Code, tuple[int, Formula, float, float]] = {
     Code.MAGNITUDE: (1, lambda a, x: a.abs(), -2.0, 2.0),
     Code.TANH: (1, lambda a, x: a.tanh(), -5.0, 5.0),
     Code.SIGMOID: (1, lambda a, x: a.sigmoid(), -30.0, 30.0),
+    Code.ERROR_FUNCTION: (1, lambda a, x: a.erf(), -6.0, 6.0),
+    Code.SHIFT: (1, lambda a, x: a + x, -2.0, 2.0),
     Code.SCALE: (1, lambda a, x: a * x, -2.0, 2.0),
     Code.POWER: (1, lambda a, x: a**x, 0.1, 3.0),
     Code.ADD: (2, lambda a, b, x: a + x * b, -2.0, 2.0),
@@ -82,7 +84,16 @@ def test_elementwise(code: Code, rows: int, shape: tuple[int, ...], data: st.Dat
 
 def test_elementwise_where_numbers_end() -> None:
     ends = torch.tensor([[0.0, -0.0, float("inf"), float("-inf"), float("nan"), 1e-42, 3e38, -3e38, 88.7, -103.0]])
-    for code in (Code.EXPONENTIAL, Code.LOGARITHM, Code.RELU, Code.SIGMOID, Code.TANH, Code.MAGNITUDE, Code.ROOT):
+    for code in (
+        Code.EXPONENTIAL,
+        Code.LOGARITHM,
+        Code.RELU,
+        Code.SIGMOID,
+        Code.TANH,
+        Code.MAGNITUDE,
+        Code.ROOT,
+        Code.ERROR_FUNCTION,
+    ):
         formula, n = ELEMENTWISE[code][1], ends.numel()
         copy = Instruction(code, (n,), RowOperand(OUT, 0, (1,)), RowOperand(FIRST_INPUT, 0, (1,)))
         result = program([copy], [ends], n)
@@ -90,6 +101,15 @@ def test_elementwise_where_numbers_end() -> None:
             ends.abs() < 2.0**-126, 0.0, ends
         )  # no denormals: trained classifiers would be slow
         assert torch.allclose(result, formula(normal_numbers, 0.0), rtol=1e-6, atol=1e-37, equal_nan=True), code.name
+
+
+def test_the_error_function_is_right_to_two_units() -> None:
+    x = torch.linspace(-4.5, 4.5, 200_001)[None]
+    copy = Instruction(Code.ERROR_FUNCTION, (x.numel(),), RowOperand(OUT, 0, (1,)), RowOperand(FIRST_INPUT, 0, (1,)))
+    exact = x.double().erf()
+    unit = torch.nextafter(exact.abs().float(), torch.tensor(torch.inf)).double() - exact.abs().float().double()
+    error = (program([copy], [x], x.numel()).double() - exact).abs()
+    assert bool((error <= 2 * unit).all())
 
 
 @settings(max_examples=60, deadline=None)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -30,12 +31,17 @@ class GraphRecorder(TorchDispatchMode):
     """A mode that runs every operation and adds it to a graph. A node has its value in `meta["val"]`.
 
     A tensor that comes from no recorded operation is an attribute of the module. The recording stops at an operation of
-    `stops`.
+    `stops`. The functions in `forms` take the place of operations.
     """
 
-    def __init__(self, inputs: Sequence[Tensor], stops: frozenset[Any] = frozenset()) -> None:
+    def __init__(
+        self,
+        inputs: Sequence[Tensor],
+        stops: frozenset[Any] = frozenset(),
+        forms: Mapping[Any, Any] = MappingProxyType({}),
+    ) -> None:
         super().__init__()
-        self.graph, self.root, self.stops = Graph(), nn.Module(), stops
+        self.graph, self.root, self.stops, self.forms = Graph(), nn.Module(), stops, forms
         self._nodes: dict[int, Node] = {}  # by the id of the tensor
         self._tensors: list[Tensor] = []  # kept alive, because an id may be used again
         for i, x in enumerate(inputs):
@@ -45,6 +51,9 @@ class GraphRecorder(TorchDispatchMode):
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if func in self.forms:
+            with self:
+                return self.forms[func](*args, **kwargs)
         if func in self.stops:
             raise StoppedRecordingError(f"it calls {func}")
         if torch.Tag.data_dependent_output in func.tags:
@@ -96,13 +105,16 @@ class GraphRecorder(TorchDispatchMode):
 
 
 def record(
-    function: Callable[..., Sequence[Tensor]], inputs: Sequence[Tensor], stops: frozenset[Any] = frozenset()
+    function: Callable[..., Sequence[Tensor]],
+    inputs: Sequence[Tensor],
+    stops: frozenset[Any] = frozenset(),
+    forms: Mapping[Any, Any] = MappingProxyType({}),
 ) -> Graph:
     """Return the graph of `function(*inputs)`, evaluated at the inputs. The module that owns it has its attributes.
 
     Raises CannotRecordError if the function reads the value of a tensor, or calls an operation of `stops`.
     """
-    recorder = GraphRecorder(inputs, stops)
+    recorder = GraphRecorder(inputs, stops, forms)
     with recorder:
         outputs = function(*inputs)
     return recorder.end(outputs)

@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import operator
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -22,7 +23,8 @@ _PLAIN = (int, float, complex, str, bytes, bool, type(None))
 
 
 class Recording:
-    """A recording of `plain` at weights and a batch. It stops at an operation of `stops`.
+    """A recording of `plain` at weights and a batch. It stops at an operation of `stops`, and has the
+    functions of `forms` in place of operations.
 
     Attributes:
         graph: its functional, evaluated graph (see `graph_passes`), from weights and batch to losses and existing
@@ -41,6 +43,7 @@ class Recording:
         weights: Sequence[Tensor],
         *batch: Tensor,
         stops: frozenset[Any] = frozenset(),
+        forms: Mapping[Any, Any] = MappingProxyType({}),
     ) -> None:
         self.slots: tuple[int, ...] = ()
 
@@ -51,7 +54,7 @@ class Recording:
             return (losses, *(g for g in grads if g is not None))
 
         self.inputs = [*(w.detach() for w in weights), *(t.clone() for t in batch)]  # which the model may write
-        self.graph = record(flat, self.inputs, stops)
+        self.graph = record(flat, self.inputs, stops, forms)
         if any(map(_writes, self.graph.nodes)):
             with torch.no_grad():
                 self.graph = record(functionalize(module_of(self.graph)), self.inputs)

@@ -15,8 +15,9 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -31,6 +32,7 @@ from fastsam.fed.executors.graph_passes import ProductOf
 from fastsam.fed.executors.graph_recorder import CannotRecordError, StoppedRecordingError
 from fastsam.fed.executors.recording import ROWS, Recording, difference, python_state
 from fastsam.fed.executors.rowprograms import FORMLESS
+from fastsam.fed.executors.rowprograms.forms import FORMS
 from fastsam.fed.executors.rowprograms.row_pass import RowPass
 
 log = logging.getLogger("fastsam.fed")
@@ -215,7 +217,8 @@ class Replays:
     def _record_rows(self, weights: list[Tensor], batch: Tensors) -> Pass:
         """Record a row program."""
         try:
-            recording = self._make_recording(*self._resized(weights, batch, ROWS, batch[0].shape[1]), FORMLESS)
+            resized = self._resized(weights, batch, ROWS, batch[0].shape[1])
+            recording = self._make_recording(*resized, stops=FORMLESS, forms=FORMS)
         except StoppedRecordingError:
             return Pass()
         except CannotRecordError as error:  # a graph may be possible
@@ -258,12 +261,18 @@ class Replays:
         return Pass(function, recording.slots, first_results=results)
 
     def _make_recording(
-        self, weights: list[Tensor], batch: Tensors, stops: frozenset[Any] = frozenset(), folds: bool = True
+        self,
+        weights: list[Tensor],
+        batch: Tensors,
+        *,
+        stops: frozenset[Any] = frozenset(),
+        forms: Mapping[Any, Any] = MappingProxyType({}),
+        folds: bool = True,
     ) -> Recording:
         """Return the simplified recording of a pass. Raises CannotRecordError if the pass cannot be recorded."""
         old_state = python_state(self.module)
         try:
-            recording = Recording(self.plain, weights, *batch, stops=stops)
+            recording = Recording(self.plain, weights, *batch, stops=stops, forms=forms)
             graph_passes.simplify(recording.graph, folds)
         except CannotRecordError:
             raise

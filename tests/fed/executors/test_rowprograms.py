@@ -18,19 +18,19 @@ from torch._subclasses import FakeTensorMode
 
 from fastsam import fed, ops
 from fastsam.fed.algorithms.base import Round, State
+from fastsam.fed.algorithms.fedgsam import SurrogateGap
 from fastsam.fed.executors import rowprograms
 from fastsam.fed.executors.replay import Replays
 from fastsam.fed.executors.rowprograms.row_steps import RowSteps
-from fastsam.fed.update.local_update import Direction, LocalUpdate
 from fastsam_kernels import native
 from fastsam_kernels.rowprograms.program import steps_
-from tests.helpers import fed_cases as cases
 from tests.helpers import oracle
 from tests.helpers.crosses import one_in
 from tests.helpers.emulated_rows import work_of
 from tests.helpers.fed_runs import digest, vector
 from tests.helpers.places import ROOT
 from tests.helpers.stacked_passes import StackedPasses, make_passes, same
+from tests.promises import cases
 
 pytestmark = pytest.mark.skipif(native.why_not("cpu") is not None, reason=f"{native.why_not('cpu')}")
 
@@ -52,7 +52,7 @@ def prepare_passes() -> tuple[StackedPasses, Any, Tensor, Tensor]:
 
 @pytest.mark.parametrize(
     ("activation", "loss"),
-    one_in(2, [nn.ReLU, nn.Tanh, nn.Sigmoid], [F.cross_entropy, nn.CrossEntropyLoss()]),
+    one_in(2, [nn.ReLU, nn.Tanh, nn.Sigmoid, nn.GELU, nn.SiLU], [F.cross_entropy, nn.CrossEntropyLoss()]),
     ids=lambda x: getattr(x, "__name__", type(x).__name__),
 )
 def test_dense_classifiers_have_a_row_program(activation: type, loss: Callable[..., Tensor]) -> None:
@@ -69,7 +69,28 @@ def test_dense_classifiers_have_a_row_program(activation: type, loss: Callable[.
         assert torch.equal(passes.layout.views(single_row_program)[0], grads[0][0])
 
 
-@pytest.mark.parametrize("activation", [nn.GELU, nn.SiLU])
+class Shifted(nn.Module):
+    """A number is added to and subtracted from activations."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x + 0.5) * (x - 2)
+
+
+@pytest.mark.parametrize(
+    "middle",
+    [nn.LayerNorm(9), nn.LayerNorm(9, elementwise_affine=False), nn.GELU("tanh"), nn.Softmax(-1), Shifted()],
+    ids=["LayerNorm", "LayerNorm without weights", "GELU by tanh", "shares", "numbers"],
+)
+def test_operations_made_of_others_have_a_row_program(middle: nn.Module) -> None:
+    torch.manual_seed(0)
+    passes, form = make_passes(nn.Sequential(nn.Linear(12, 9), middle, nn.Linear(9, 4)), F.cross_entropy, 3)
+    x, y = torch.randn(3, 7, 12), torch.randint(4, (3, 7))
+    for _ in range(2):
+        same(passes, form, x, y)
+    assert passes.replays.has_row_pass(x, y)
+
+
+@pytest.mark.parametrize("activation", [nn.ELU, nn.Softplus])
 def test_what_has_no_form_is_replayed_operation_by_operation(activation: type) -> None:
     passes, form = make_passes(model_of(activation), F.cross_entropy, 3)
     x, y = torch.randn(3, 5, 12), torch.randint(4, (3, 5))
@@ -263,7 +284,7 @@ def test_every_instruction_set(isa: str) -> None:
     instructions = str(ROOT / "tests" / "ops" / "test_row_program.py")
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__, instructions, "-k", selection]
     process = subprocess.run(command, env=os.environ | {"FASTSAM_ISA": isa}, capture_output=True, text=True)
-    assert process.returncode == 0 and "11 passed" in process.stdout, process.stdout[-2000:]
+    assert process.returncode == 0 and "15 passed" in process.stdout, process.stdout[-2000:]
 
 
 # --- Row programs and unusual models, labels and words: the plain numbers, or another way to them.
@@ -275,11 +296,10 @@ def soft(scores: Tensor, y: Tensor) -> Tensor:
 
 
 class Mixed(fed.FedAvg):
-    """A surrogate gap in the first round, and then the same numbers without one."""
+    """A surrogate gap in the first round, and then a native step with the same numbers."""
 
-    def local_update(self, server: State, client: State, round: Round) -> LocalUpdate:
-        gap = {"surrogate_gap": 0.4} if round.index == 0 else {"clean_weight": -0.4}
-        return LocalUpdate(Direction.GRADIENT, rho=0.1, **gap)
+    def local_step(self, server: State, client: State, round: Round) -> fed.Step:
+        return SurrogateGap(rho=0.1, b=-0.4) if round.index == 0 else fed.SAM(rho=0.1, b=-0.4)
 
 
 @pytest.mark.parametrize(

@@ -21,8 +21,8 @@ aten = torch.ops.aten
 # Operations of forward passes that have no form. A recording for a row program stops at the first one.
 FORMLESS = frozenset(
     {
-        *(aten.convolution.default, aten.embedding.default, aten.native_layer_norm.default),
-        *(aten.native_group_norm.default, aten.gelu.default, aten._softmax.default),
+        *(aten.convolution.default, aten.embedding.default),
+        aten.native_group_norm.default,
     }
 )
 

@@ -38,6 +38,7 @@ _UNARY = {
     aten.abs.default: Code.MAGNITUDE,
     aten.tanh.default: Code.TANH,
     aten.sigmoid.default: Code.SIGMOID,
+    aten.erf.default: Code.ERROR_FUNCTION,
 }
 _BINARY = {
     aten.mul.Tensor: Code.MULTIPLY,
@@ -200,7 +201,12 @@ class Writer:
         alpha: Any = call.kwargs.get("alpha", 1)
         if set(call.kwargs) - {"alpha"}:
             raise NoFormError(f"{call.target} with options")
-        self._elementwise(call, Code.ADD, *arguments(call), number=-alpha if call.target is aten.sub.Tensor else alpha)
+        a, b = arguments(call)
+        sign = -alpha if call.target is aten.sub.Tensor else alpha
+        if type(b) in (int, float):
+            self._elementwise(call, Code.SHIFT, a, number=sign * b)
+        else:
+            self._elementwise(call, Code.ADD, a, b, number=sign)
 
     def _power(self, call: Node) -> None:
         self._elementwise(call, Code.POWER, arguments(call)[0], number=arguments(call)[1])
