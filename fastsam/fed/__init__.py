@@ -20,13 +20,14 @@ Where to read on:
     clients/sampling.py          which clients take part in a round
     clients/plan.py              the samples of these clients: orders, batches, seeds
     algorithms/base.py           the methods of an algorithm
-    update/local_update.py       the local update rule, its constants and its results
+    update/steps.py              the local steps: SGD, SAM, and what a step of one's own is made of
+    update/rows.py               n clients in one memory, and their kernel calls (the folder kernels/, imported as
+                                 `fastsam_kernels`; `reference.py` maps a call)
     executors/task.py            what executors know of a run, and the task of one client
     executors/client.py          the client as a loop of an algorithm sees it (`Algorithm.train_client`)
     executors/local_work.py      the local work of one client, whichever way
-    executors/client_trainer.py  the local steps of one client; `local_rows.py` has their kernel calls (the folder
-                                 kernels/, imported as `fastsam_kernels`; `reference.py` maps a call), and the other
-                                 files of `executors/` schedule several clients
+    executors/client_trainer.py  one client at a time: its row, its model and the passes of its steps. The other files
+                                 of `executors/` schedule several clients
     stages/order.py              what a run does between the clients' work and the server's step
     sums/fixed_point.py          sums that do not depend on the order of the clients
     loop/evaluate.py             loss, accuracy and metrics of the global model
@@ -56,8 +57,6 @@ from fastsam.fed.rundir.checkpoint import RunDirectoryError
 from fastsam.fed.rundir.result import Result
 from fastsam.fed.stages.compression import TopK
 from fastsam.fed.sums.ranks import RankError
-from fastsam.fed.update.local_update import lr_sum
-from fastsam.fed.update.pilot import Pilot
 
 __all__ = [
     "AlgorithmError",
@@ -69,7 +68,6 @@ __all__ = [
     "FederatedData",
     "LazyClients",
     "NamedMeasures",
-    "Pilot",
     "Privacy",
     "RankError",
     "Result",
@@ -87,7 +85,6 @@ __all__ = [
     "emnist",
     "finetune",
     "iid",
-    "lr_sum",
     "run",
     "split",
     *algorithms.__all__,

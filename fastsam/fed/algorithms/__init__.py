@@ -13,15 +13,18 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from fastsam.fed.algorithms.base import (
+    SAM,
     Aggregate,
     Algorithm,
     Client,
     ClientResults,
-    Direction,
-    LocalUpdate,
     ParameterLayout,
+    Passes,
     Round,
+    Rows,
+    Shifted,
     State,
+    Step,
     Upload,
     apply_update,
 )
@@ -48,14 +51,17 @@ if TYPE_CHECKING:
 
 
 __all__ = [
+    "SAM",
     "Algorithm",
     "Client",
-    "Direction",
-    "LocalUpdate",
     "Round",
     "ClientResults",
     "ParameterLayout",
+    "Passes",
+    "Rows",
+    "Shifted",
     "State",
+    "Step",
     "Aggregate",
     "Upload",
     "apply_update",

@@ -4,7 +4,6 @@ Federated Optimization", ICLR 2021 (Algorithm 2)."""
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -19,8 +18,6 @@ class AdaptiveServer(Algorithm):
 
         m <- beta1*m + (1 - beta1)*D,    V <- second_moment(V, D^2),    w^{t+1} = w^t + server_lr * m/(sqrt(V) + tau)
     """
-
-    server_vectors: ClassVar[float] = 3
 
     beta1: float
     tau: float

@@ -32,9 +32,6 @@ class APFL(Algorithm):
         eta_alpha: learning rate of alpha_i; None for the round's lr, as in the paper; 0 for a constant alpha_i.
     """
 
-    client_vectors: ClassVar[float] = 1
-    working_vectors: ClassVar[float] = 2
-    backward_passes: ClassVar[int] = 2
     own_models: ClassVar[bool] = True
 
     alpha: float = hparam(0.5, number, at_least=0, at_most=1)
@@ -63,7 +60,7 @@ class APFL(Algorithm):
             client.step(x, y)
         return {"delta_v": v.w - state["v_i"], "alpha": alpha}
 
-    def finish_client(self, server: State, client: State, results: ClientResults, round: Round) -> tuple[State, Upload]:
+    def finish(self, server: State, client: State, results: ClientResults, round: Round) -> tuple[State, Upload]:
         state = {"v_i": client["v_i"] + results.extra["delta_v"], "alpha": results.extra["alpha"]}
         return state, Upload(mean={"delta": results.delta})
 

@@ -1,15 +1,15 @@
-"""The base class of algorithms: constants of the local update, states of the clients, and the server's step.
+"""The base class of algorithms: the local step of the clients, their states, and the server's step.
 
 An algorithm is a frozen dataclass of hyper-parameters with pure functions. They return new states and never write into
 the tensors that they get. It knows neither backends nor executors. `Algorithm` itself is federated averaging, so a
-subclass overrides only the differences. The local work has two forms: constants of the local update rule
-(`local_update`), which every executor can run for many clients at once, or a loop (`train_client`).
+subclass overrides only the differences. The local work has two forms: a step (`local_step`),
+which every executor can take for many clients at once, or a loop (`train_client`).
 
 All vectors are flat rows `[row_size]` in the dtype of the weights: the trainable parameters in the order of
 `model.parameters()`, with zero padding between them. The elements of a parameter are in storage order. `round.layout`
 gives views by name (`ParameterLayout.unflatten`).
 
-Clients are rows: `local_update` and `finish_client` are called for n clients at once, with vectors `[n, row_size]` and
+Clients are rows: `local_step` and `finish` are called for n clients at once, with vectors `[n, row_size]` and
 states `[n, ...]`. The executor chooses n. The results for a client must depend only on its own row.
 """
 
@@ -23,19 +23,25 @@ from torch import Tensor, nn
 
 from fastsam.fed.common.option import NamedOptions
 from fastsam.fed.executors.client import Client
-from fastsam.fed.update.local_update import ClientResults, Direction, LocalUpdate
 from fastsam.fed.update.parameter_layout import ParameterLayout
+from fastsam.fed.update.passes import Passes
+from fastsam.fed.update.results import ClientResults
+from fastsam.fed.update.rows import Rows
+from fastsam.fed.update.steps import SAM, Shifted, Step
 
 __all__ = [
+    "SAM",
     "Aggregate",
     "Algorithm",
     "Client",
     "ClientResults",
-    "Direction",
-    "LocalUpdate",
     "ParameterLayout",
+    "Passes",
     "Round",
+    "Rows",
+    "Shifted",
     "State",
+    "Step",
     "Upload",
     "apply_update",
 ]
@@ -112,9 +118,6 @@ class Algorithm(NamedOptions):
 
     Attributes:
         download_vectors, upload_vectors: traffic of one client in one round, in units of the P parameters.
-        server_vectors, client_vectors: memory kept between rounds, in the same unit.
-        working_vectors: memory of a local step beyond the weights and one gradient, in the same unit; for reports.
-        backward_passes: backward passes of one local step; for reports.
         pools_data: the method is not federated and trains on all clients' data (`fastsam.fed.loop.pooled_data`).
         uses_sums: the server needs the plain sum of an upload (`Upload(sum=...)`), which no robust rule can replace.
         sends_weights: every upload has a weight for each client (`Upload(weight=...)`).
@@ -126,10 +129,6 @@ class Algorithm(NamedOptions):
 
     download_vectors: ClassVar[float] = 1
     upload_vectors: ClassVar[float] = 1
-    server_vectors: ClassVar[float] = 1
-    client_vectors: ClassVar[float] = 0
-    working_vectors: ClassVar[float] = 0
-    backward_passes: ClassVar[int] = 1
     pools_data: ClassVar[bool] = False
     uses_sums: ClassVar[bool] = False
     sends_weights: ClassVar[bool] = False
@@ -166,32 +165,30 @@ class Algorithm(NamedOptions):
         """Return the state of one client when it takes part for the first time."""
         return {}
 
-    def local_update(self, server: State, client: State, round: Round) -> LocalUpdate | Sequence[LocalUpdate]:
-        """Return the constants of the local update rule for n clients in this round, whose states are `client`.
+    def local_step(self, server: State, client: State, round: Round) -> Step:
+        """Return the local step of n clients in this round, whose states are `client`.
 
-        It is one LocalUpdate for all clients, with vectors `[n, row_size]`, or `[row_size]` if they are the same. If
-        numbers (rho, ...) differ between clients, it is a list of n LocalUpdates with vectors `[row_size]`.
+        Its vectors are `[n, row_size]`, or `[row_size]` if all clients share them. A number of each client is `[n, 1]`.
         """
-        return LocalUpdate()
+        return Step()
 
     def train_client(self, client: Client, server: State, state: State, round: Round) -> Mapping[str, Tensor] | None:
-        """Do the local work of one client in one round. Override it if constants of the local update rule do not
-        suffice.
+        """Do the local work of one client in one round. Override it if a step does not suffice.
 
         Args:
-            client: the client's data, model and steps. `client.step` uses the constants of `local_update`.
+            client: the client's data, model and steps. `client.step` takes the step of `local_step`.
             server: the server's state.
             state: the client's state, without a dimension for rows.
             round: the round.
 
         Returns:
-            tensors that `finish_client` gets as `results.extra`, `[n, ...]`, or None.
+            tensors that `finish` gets as `results.extra`, `[n, ...]`, or None.
         """
         for x, y in client.batches():
             client.step(x, y)
         return None
 
-    def finish_client(self, server: State, client: State, results: ClientResults, round: Round) -> tuple[State, Upload]:
+    def finish(self, server: State, client: State, results: ClientResults, round: Round) -> tuple[State, Upload]:
         """Return the new states of n clients, `[n, ...]`, and their uploads.
 
         A tensor of the server's state that is returned in a client's state is kept by reference, so clients share it.

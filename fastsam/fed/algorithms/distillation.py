@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
+
+from fastsam.fed.update.passes import Passes
+from fastsam.fed.update.rows import Rows
+from fastsam.fed.update.steps import Step
 
 
 def divergence(
@@ -27,3 +34,27 @@ def divergence(
         p, q = (x.masked_fill(mask, -torch.inf).log_softmax(1).masked_fill(mask, 0.0) for x in (logits, targets))
     share = q.exp() if mask is None else q.exp().masked_fill(mask, 0.0)
     return temperature**2 * (share * (q - p)).sum(1).mean()
+
+
+@dataclass(frozen=True, eq=False)
+class Taught(Step):
+    """A step on the loss plus a term of the outputs of a teacher.
+
+    Args:
+        term: function of the teacher's outputs, the labels and the outputs that returns the term. It is compared by
+            value, so it is a function, or a method of a frozen algorithm.
+        teacher: weights of the teacher; None for the start of the round.
+    """
+
+    term: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None
+    teacher: Tensor | None = None
+
+    def objective(self, loss: Tensor, outputs: Tensor, y: Tensor, teacher: Tensor) -> Tensor:
+        """Return the loss plus the term."""
+        assert self.term is not None
+        return loss + self.term(teacher, y, outputs)
+
+    def __call__(self, rows: Rows, passes: Passes) -> Tensor:
+        losses, g = passes(self.objective, passes.outputs_of(rows["start" if self.teacher is None else "teacher"]))
+        rows.update(g)
+        return losses

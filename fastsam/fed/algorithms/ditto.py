@@ -9,7 +9,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from fastsam.fed.algorithms.base import Algorithm, Client, ClientResults, LocalUpdate, Round, State, Upload, hparam
+from fastsam.fed.algorithms.base import Algorithm, Client, ClientResults, Round, State, Step, Upload, hparam
 from fastsam.fed.common.checks import integer, number
 
 
@@ -27,9 +27,6 @@ class Ditto(Algorithm):
         epochs: passes over the client's data for v_i; None for the run's local work.
     """
 
-    client_vectors: ClassVar[float] = 1
-    working_vectors: ClassVar[float] = 2
-    backward_passes: ClassVar[int] = 2
     own_models: ClassVar[bool] = True
 
     lam: float = hparam(1.0, number, at_least=0)
@@ -46,13 +43,13 @@ class Ditto(Algorithm):
     def train_client(self, client: Client, server: State, state: State, round: Round) -> Mapping[str, Tensor]:
         for x, y in client.batches():
             client.step(x, y)
-        proximal = LocalUpdate(proximal_coefficient=self.lam, gradient_offset=-self.lam * server["w"])
+        proximal = Step(prox=self.lam, q=-self.lam * server["w"])
         client.begin(state["v_i"], proximal)
         for x, y in client.batches(self.epochs):
             client.step(x, y)
         return {"delta_v": client.delta}
 
-    def finish_client(self, server: State, client: State, results: ClientResults, round: Round) -> tuple[State, Upload]:
+    def finish(self, server: State, client: State, results: ClientResults, round: Round) -> tuple[State, Upload]:
         return {"v_i": client["v_i"] + results.extra["delta_v"]}, Upload(mean={"delta": results.delta})
 
     def own_model(self, server: State, client: State) -> Tensor:

@@ -5,18 +5,51 @@ https://github.com/junkangLiu0/FedAdamW."""
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from fastsam.fed.algorithms.base import Aggregate, ClientResults, Direction, LocalUpdate, Round, State, Upload, hparam
+from fastsam.fed.algorithms.base import SAM, Aggregate, ClientResults, Round, State, Step, Upload, hparam
 from fastsam.fed.algorithms.fedcm import COUNTS, ServerDirection
 from fastsam.fed.algorithms.schedule import Scheduled, check_scheduled, value_at
 from fastsam.fed.common.checks import choice, number
 from fastsam.fed.update.parameter_layout import ParameterLayout
+from fastsam.fed.update.passes import Passes
+from fastsam.fed.update.rows import Rows
+from fastsam_kernels.hparams import HParam
+from fastsam_kernels.rules import adam
 
 V = "exp_avg_sq"  # name of the second moments in Adam's state
+
+
+@dataclass(frozen=True, eq=False)
+class Leaning(Step):
+    """A step plus `-lr*o`, whose second moments have the gradients of earlier steps.
+
+    Args:
+        o: a constant that is added to the step of all weights, outside of the optimizer and of clipping.
+        seen: number of earlier steps, `[1, 1]`. Adam's bias correction of second moments counts them too.
+    """
+
+    o: Tensor | None = None
+    seen: Tensor | None = None
+
+    def begin(self, rows: Rows, w: Tensor, lr: float, passes: Passes) -> None:
+        super().begin(rows, w, lr, passes)
+        rows.column(adam.V_WEIGHT).copy_(1 - rows.rule.columns[adam.BETA2] ** rows.number("seen"))
+
+    def __call__(self, rows: Rows, passes: Passes) -> Tensor:
+        losses = super().__call__(rows, passes)
+        rate = rows.column(HParam.LR).to(rows.z.dtype)
+        for weights in (rows.z,) if rows.w is None else (rows.z, rows.w):
+            weights.addcmul_(rows["o"], rate, value=-1)
+        return losses
+
+
+@dataclass(frozen=True, eq=False)
+class LeaningSAM(Leaning, SAM):
+    """`Leaning` with a step of SAM."""
 
 
 @dataclass(frozen=True)
@@ -43,33 +76,23 @@ class FedAdamW(ServerDirection):
     """
 
     local_optimizer: ClassVar[str] = "AdamW"
-    server_vectors: ClassVar[float] = 3
-    working_vectors: ClassVar[float] = 3
 
     alpha: float = hparam(0.5, number, at_least=0)
     rho: Scheduled = hparam(0.0, check_scheduled)
     momentum_K: str = hparam("steps", choice, COUNTS)
 
-    @property
-    def backward_passes(self) -> int:  # type: ignore[override]
-        """Back-propagations of a local step."""
-        return 1 if self.rho == 0 else 2
-
     def init_server(self, w0: Tensor) -> State:
         n = torch.zeros(1, dtype=torch.float64, device=w0.device)
         return {**super().init_server(w0), "v": torch.zeros_like(w0), "n": n}
 
-    def local_update(self, server: State, client: State, round: Round) -> LocalUpdate:
-        return LocalUpdate(
-            Direction.NONE if self.rho == 0 else Direction.GRADIENT,
-            rho=value_at("rho", self.rho, round),
-            step_offset=self.alpha * server["D"],
-            optimizer_state={V: server["v"][None]},
-            second_moment_steps=server["n"].item(),
-        )
+    def local_step(self, server: State, client: State, round: Round) -> Step:
+        given: dict[str, Any] = {
+            "o": self.alpha * server["D"], "seen": server["n"].view(1, 1), "state": {V: server["v"][None]},
+        }  # fmt: skip
+        return Leaning(**given) if self.rho == 0 else LeaningSAM(rho=value_at("rho", self.rho, round), **given)
 
-    def finish_client(self, server: State, client: State, results: ClientResults, round: Round) -> tuple[State, Upload]:
-        state, upload = super().finish_client(server, client, results, round)
+    def finish(self, server: State, client: State, results: ClientResults, round: Round) -> tuple[State, Upload]:
+        state, upload = super().finish(server, client, results, round)
         assert results.optimizer_state is not None  # the local update has a state
         v, n = block_means(results.optimizer_state[V], round.layout), results.column(results.num_steps)
         return state, Upload({**upload.mean, "v": v, "n": n})

@@ -4,7 +4,6 @@ Classification", arXiv 1909.06335, 2019 (section 4.2)."""
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -23,8 +22,6 @@ class FedAvgM(Algorithm):
     = 0.9 a run's server_lr of 0.1 goes as far as FedAvg.
     Per round and client 1 P down and 1 P up; state: w, m. One backward pass a step.
     """
-
-    server_vectors: ClassVar[float] = 2
 
     beta: float = hparam(0.9, number, at_least=0, at_most=1)
 

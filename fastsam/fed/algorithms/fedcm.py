@@ -9,7 +9,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from fastsam.fed.algorithms.base import Aggregate, Algorithm, ClientResults, LocalUpdate, Round, State, Upload, hparam
+from fastsam.fed.algorithms.base import Aggregate, Algorithm, ClientResults, Round, State, Step, Upload, hparam
 from fastsam.fed.common.checks import choice, number
 
 COUNTS = ("steps", "epochs")  # values of momentum_K
@@ -26,8 +26,6 @@ class ServerDirection(Algorithm):
     """
 
     download_vectors: ClassVar[float] = 2
-    server_vectors: ClassVar[float] = 2
-    working_vectors: ClassVar[float] = 1
 
     momentum_K: str
 
@@ -37,7 +35,7 @@ class ServerDirection(Algorithm):
     def init_server(self, w0: Tensor) -> State:
         return {"w": w0, "D": torch.zeros_like(w0)}
 
-    def finish_client(self, server: State, client: State, results: ClientResults, round: Round) -> tuple[State, Upload]:
+    def finish(self, server: State, client: State, results: ClientResults, round: Round) -> tuple[State, Upload]:
         counts = results.num_steps if self.momentum_K == "steps" else [round.local_epochs] * len(results.client_ids)
         D = results.delta / results.column(-round.lr * K for K in counts)
         return client, Upload(mean={"delta": results.delta, "D": D})
@@ -65,5 +63,5 @@ class FedCM(ServerDirection):
     alpha: float = hparam(0.1, number, at_least=0, at_most=1)
     momentum_K: str = hparam("steps", choice, COUNTS)
 
-    def local_update(self, server: State, client: State, round: Round) -> LocalUpdate:
-        return LocalUpdate(perturbed_weight=self.alpha, gradient_offset=(1 - self.alpha) * server["D"])
+    def local_step(self, server: State, client: State, round: Round) -> Step:
+        return Step(a=self.alpha, q=(1 - self.alpha) * server["D"])

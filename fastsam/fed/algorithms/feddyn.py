@@ -13,9 +13,9 @@ from fastsam.fed.algorithms.base import (
     Aggregate,
     Algorithm,
     ClientResults,
-    LocalUpdate,
     Round,
     State,
+    Step,
     Upload,
     apply_update,
     hparam,
@@ -35,9 +35,6 @@ class DynamicRegularizer(Algorithm):
         phi_decay: factor on phi after each round.
     """
 
-    server_vectors: ClassVar[float] = 2
-    client_vectors: ClassVar[float] = 1
-    working_vectors: ClassVar[float] = 1
     uses_sums: ClassVar[bool] = True
 
     phi: float
@@ -49,8 +46,8 @@ class DynamicRegularizer(Algorithm):
     def init_client(self, server: State) -> State:
         return {**super().init_client(server), "h_i": torch.zeros_like(server["w"])}
 
-    def finish_client(self, server: State, client: State, results: ClientResults, round: Round) -> tuple[State, Upload]:
-        state, upload = super().finish_client(server, client, results, round)
+    def finish(self, server: State, client: State, results: ClientResults, round: Round) -> tuple[State, Upload]:
+        state, upload = super().finish(server, client, results, round)
         new_state = {**state, "h_i": client["h_i"] + results.delta}
         return new_state, Upload(upload.mean, {**upload.sum, "dh": results.delta})
 
@@ -94,6 +91,6 @@ class FedDyn(DynamicRegularizer):
     phi: float = hparam(0.1, number, at_least=0)
     phi_decay: float = hparam(1.0, number, greater_than=0)
 
-    def local_update(self, server: State, client: State, round: Round) -> LocalUpdate:
+    def local_step(self, server: State, client: State, round: Round) -> Step:
         phi = self.phi_of(round)
-        return LocalUpdate(gradient_offset=attraction(phi, server, client), proximal_coefficient=phi)
+        return Step(q=attraction(phi, server, client), prox=phi)

@@ -13,9 +13,9 @@ from fastsam.fed.algorithms.base import (
     Aggregate,
     Algorithm,
     ClientResults,
-    LocalUpdate,
     Round,
     State,
+    Step,
     Upload,
     apply_update,
     hparam,
@@ -40,7 +40,6 @@ class FedExP(Algorithm):
             for w = x.
     """
 
-    server_vectors: ClassVar[float] = 2
     sends_norms: ClassVar[bool] = True
 
     eps: float = hparam(1e-3, number, greater_than=0)
@@ -52,10 +51,10 @@ class FedExP(Algorithm):
     def init_server(self, w0: Tensor) -> State:
         return {"w": w0, "x": w0}
 
-    def local_update(self, server: State, client: State, round: Round) -> LocalUpdate:
-        return LocalUpdate(start=server["x"])
+    def local_step(self, server: State, client: State, round: Round) -> Step:
+        return Step(start=server["x"])
 
-    def finish_client(self, server: State, client: State, results: ClientResults, round: Round) -> tuple[State, Upload]:
+    def finish(self, server: State, client: State, results: ClientResults, round: Round) -> tuple[State, Upload]:
         norm = torch.linalg.vector_norm(results.delta, dim=1, keepdim=True, dtype=torch.float64)
         return client, Upload(mean={"delta": results.delta, "square": norm**2})
 

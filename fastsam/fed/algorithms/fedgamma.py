@@ -4,9 +4,8 @@ Minimization", IEEE TNNLS 2023."""
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
-from fastsam.fed.algorithms.base import Direction, LocalUpdate, Round, State, hparam
+from fastsam.fed.algorithms.base import SAM, Round, State, Step, hparam
 from fastsam.fed.algorithms.scaffold import SCAFFOLD
 from fastsam.fed.algorithms.schedule import Scheduled, check_scheduled, value_at
 
@@ -25,11 +24,8 @@ class FedGAMMA(SCAFFOLD):
         rho: radius of the perturbation, a number or a schedule; 0 is SCAFFOLD.
     """
 
-    working_vectors: ClassVar[float] = 2
-    backward_passes: ClassVar[int] = 2
-
     rho: Scheduled = hparam(0.1, check_scheduled)
 
-    def local_update(self, server: State, client: State, round: Round) -> LocalUpdate:
+    def local_step(self, server: State, client: State, round: Round) -> Step:
         rho = value_at("rho", self.rho, round)
-        return LocalUpdate(Direction.GRADIENT, rho=rho, gradient_offset=self.correction(server, client))
+        return SAM(rho=rho, q=self.correction(server, client))

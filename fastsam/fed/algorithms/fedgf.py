@@ -10,19 +10,43 @@ import torch
 from torch import Tensor
 
 from fastsam.fed.algorithms.base import (
+    SAM,
     Aggregate,
     Algorithm,
     ClientResults,
-    Direction,
-    LocalUpdate,
     Round,
     State,
+    Step,
     Upload,
     hparam,
 )
 from fastsam.fed.algorithms.schedule import Scheduled, check_scheduled, value_at
 from fastsam.fed.common.checks import integer, number
-from fastsam.fed.update.local_update import NU
+from fastsam.fed.update.passes import Passes
+from fastsam.fed.update.rows import Rows
+from fastsam.fed.update.steps import NU
+
+
+@dataclass(frozen=True, eq=False)
+class Pulled(SAM):
+    """A step of SAM whose second gradient is taken at `(1 - c)*(w + eps) + c*p`.
+
+    Args:
+        p: the point towards which the perturbed weights are pulled.
+        c: the share, `[1, 1]`.
+    """
+
+    p: Tensor | None = None
+    c: Tensor | None = None
+
+    def __call__(self, rows: Rows, passes: Passes) -> Tensor:
+        losses, g1 = passes()
+        rows.perturb(g1)
+        z = rows.z
+        z.lerp_(rows["p"].expand_as(z), rows.number("c").to(z.dtype).expand_as(z))
+        _, g2 = passes()
+        rows.update(g2)
+        return losses
 
 
 @dataclass(frozen=True)
@@ -46,9 +70,6 @@ class FedGF(Algorithm):
     """
 
     download_vectors: ClassVar[float] = 2
-    server_vectors: ClassVar[float] = 2
-    working_vectors: ClassVar[float] = 2
-    backward_passes: ClassVar[int] = 2
 
     rho: Scheduled = hparam(0.05, check_scheduled)
     rho_g: Scheduled = hparam(0.05, check_scheduled)
@@ -59,14 +80,14 @@ class FedGF(Algorithm):
         distances = torch.zeros(self.window, dtype=torch.float64, device=w0.device)
         return {"w": w0, "d": torch.zeros_like(w0), "apart": distances}
 
-    def local_update(self, server: State, client: State, round: Round) -> LocalUpdate:
+    def local_step(self, server: State, client: State, round: Round) -> Step:
         rho, c = value_at("rho", self.rho, round), server["apart"].sum().item() / max(1, min(round.index, self.window))
         if c == 0:
-            return LocalUpdate(Direction.GRADIENT, rho=rho)
+            return SAM(rho=rho)
         p = server["w"] + value_at("rho_g", self.rho_g, round) * server["d"]
-        return LocalUpdate(Direction.GRADIENT, rho=rho, anchor=p, anchor_weight=c)
+        return Pulled(rho=rho, p=p, c=server["apart"].new_full((1, 1), c))
 
-    def finish_client(self, server: State, client: State, results: ClientResults, round: Round) -> tuple[State, Upload]:
+    def finish(self, server: State, client: State, results: ClientResults, round: Round) -> tuple[State, Upload]:
         length = torch.linalg.vector_norm(results.delta, dim=1, keepdim=True, dtype=torch.float64)
         return client, Upload(mean={"delta": results.delta, "length": length})
 

@@ -4,16 +4,15 @@ Sharpness-aware Minimization for Federated Learning", CVPR 2025 (Algorithm 1).""
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from fastsam.fed.algorithms.base import Aggregate, Direction, LocalUpdate, Round, State, hparam
+from fastsam.fed.algorithms.base import SAM, Aggregate, Round, State, Step, hparam
 from fastsam.fed.algorithms.feddyn import DynamicRegularizer
 from fastsam.fed.algorithms.schedule import Scheduled, check_scheduled, value_at
 from fastsam.fed.common.checks import number
-from fastsam.fed.update.local_update import NU
+from fastsam.fed.update.steps import NU
 
 
 @dataclass(frozen=True)
@@ -40,33 +39,21 @@ class FedGloSS(DynamicRegularizer):
         phi_decay: factor on phi after each round.
     """
 
-    server_vectors: ClassVar[float] = 3
-    working_vectors: ClassVar[float] = 3
-
     rho: Scheduled = hparam(0.15, check_scheduled)
     rho_local: Scheduled = hparam(0.15, check_scheduled)
     phi: float = hparam(0.1, number, at_least=0)
     phi_decay: float = hparam(1.0, number, greater_than=0)
 
-    @property
-    def backward_passes(self) -> int:  # type: ignore[override]
-        """Back-propagations of a local step."""
-        return 1 if self.rho_local == 0 else 2
-
     def init_server(self, w0: Tensor) -> State:
         return {**super().init_server(w0), "d": torch.zeros_like(w0)}
 
-    def local_update(self, server: State, client: State, round: Round) -> LocalUpdate:
+    def local_step(self, server: State, client: State, round: Round) -> Step:
         phi, rho_local = self.phi_of(round), value_at("rho_local", self.rho_local, round)
         start = server["w"] + value_at("rho", self.rho, round) * server["d"]
-        direction = Direction.NONE if self.rho_local == 0 else Direction.GRADIENT
-        return LocalUpdate(
-            direction,
-            rho=rho_local,
-            gradient_offset=phi * (client["h_i"] - start),
-            proximal_coefficient=phi,
-            start=start,
-        )
+        q = phi * (client["h_i"] - start)
+        if self.rho_local == 0:
+            return Step(q=q, prox=phi, start=start)
+        return SAM(rho=rho_local, q=q, prox=phi, start=start)
 
     def step_server(self, server: State, aggregate: Aggregate, round: Round) -> State:
         delta = aggregate.mean("delta")

@@ -4,14 +4,12 @@ Global Model Trajectory", ICML 2025; https://github.com/harrylee999/FL-SAM."""
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
 from typing import ClassVar
 
-import torch
 from torch import Tensor
 
-from fastsam.fed.algorithms.base import Aggregate, Client, LocalUpdate, Round, State, hparam
-from fastsam.fed.algorithms.distillation import divergence
+from fastsam.fed.algorithms.base import Aggregate, Round, State, Step, hparam
+from fastsam.fed.algorithms.distillation import Taught, divergence
 from fastsam.fed.algorithms.feddyn import DynamicRegularizer
 from fastsam.fed.common.checks import number
 
@@ -41,8 +39,6 @@ class FedGMT(DynamicRegularizer):
     """
 
     download_vectors: ClassVar[float] = 2
-    server_vectors: ClassVar[float] = 3
-    working_vectors: ClassVar[float] = 2
 
     gamma: float = hparam(1.0, number, at_least=0)
     alpha: float = hparam(0.95, number, at_least=0, at_most=1)
@@ -53,17 +49,10 @@ class FedGMT(DynamicRegularizer):
     def init_server(self, w0: Tensor) -> State:
         return {**super().init_server(w0), "e": w0}
 
-    def local_update(self, server: State, client: State, round: Round) -> LocalUpdate:
-        return LocalUpdate(gradient_offset=self.phi_of(round) * client["h_i"])
+    def local_step(self, server: State, client: State, round: Round) -> Step:
+        return Taught(q=self.phi_of(round) * client["h_i"], teacher=server["e"], term=self.distillation)
 
-    def train_client(self, client: Client, server: State, state: State, round: Round) -> None:
-        teacher = client.teacher(server["e"])
-        for x, y in client.batches():
-            with torch.no_grad():
-                teacher_outputs = teacher(x)
-            client.step(x, y, penalty=partial(self.distillation, teacher_outputs))
-
-    def distillation(self, teacher_outputs: Tensor, outputs: Tensor) -> Tensor:
+    def distillation(self, teacher_outputs: Tensor, y: Tensor, outputs: Tensor) -> Tensor:
         """Return the distillation term."""
         return self.gamma * divergence(outputs, teacher_outputs, self.tau)
 

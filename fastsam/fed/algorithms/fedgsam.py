@@ -5,11 +5,34 @@ FedGSAM without defining it."""
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
-from fastsam.fed.algorithms.base import Algorithm, Direction, LocalUpdate, Round, State, hparam
+from torch import Tensor
+
+from fastsam.fed.algorithms.base import SAM, Algorithm, Round, State, Step, hparam
 from fastsam.fed.algorithms.schedule import Scheduled, check_scheduled, value_at
 from fastsam.fed.common.checks import number
+from fastsam.fed.update.passes import Passes
+from fastsam.fed.update.rows import Rows
+from fastsam.step import set_gsam_coefficients_
+
+
+@dataclass(frozen=True, eq=False)
+class SurrogateGap(SAM):
+    """A step of SAM with `v = (1 - b*cc)*g2 + b*g1`, `cc = <g1, g2>/||g2||^2`; the device finds the weights."""
+
+    def begin(self, rows: Rows, w: Tensor, lr: float, passes: Passes) -> None:
+        super().begin(rows, w, lr, passes)
+        rows.number("inner", 2).zero_()  # <g1, g2> and ||g2||^2
+
+    def __call__(self, rows: Rows, passes: Passes) -> Tensor:
+        losses, g1 = passes()
+        rows.perturb(g1)
+        _, g2 = passes()
+        inner = rows.number("inner", 2)
+        rows.kernels.inner_(inner, g1.like(g2), g2.tensors, g2.table)
+        set_gsam_coefficients_(rows.hparams, inner)
+        rows.update(g2, g1)
+        return losses
 
 
 @dataclass(frozen=True)
@@ -30,9 +53,6 @@ class FedGSAM(Algorithm):
             is.
         lr_min: learning rate at which the radius is rho_min.
     """
-
-    working_vectors: ClassVar[float] = 2
-    backward_passes: ClassVar[int] = 2
 
     rho: Scheduled = hparam(0.05, check_scheduled)
     alpha: float = hparam(0.1, number, at_least=0)
@@ -59,5 +79,6 @@ class FedGSAM(Algorithm):
         share = (round.lr - self.lr_min) / (round.first_lr - self.lr_min)
         return number(f"rho in round {round.index + 1}", self.rho_min + (rho - self.rho_min) * share, at_least=0)
 
-    def local_update(self, server: State, client: State, round: Round) -> LocalUpdate:
-        return LocalUpdate(Direction.GRADIENT, rho=self.radius(round), surrogate_gap=self.alpha)
+    def local_step(self, server: State, client: State, round: Round) -> Step:
+        rho = self.radius(round)
+        return SurrogateGap(rho=rho, b=-self.alpha) if self.alpha else SAM(rho=rho)

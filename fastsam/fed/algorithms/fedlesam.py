@@ -5,16 +5,16 @@ Perturbations are Better than Local Perturbations for Federated Sharpness-aware 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 from fastsam.fed.algorithms.base import (
     Aggregate,
     Algorithm,
     ClientResults,
-    Direction,
-    LocalUpdate,
     Round,
+    Shifted,
     State,
+    Step,
     Upload,
     hparam,
 )
@@ -38,27 +38,17 @@ class LocalEstimate(Algorithm):
         sends it."""
         return super().download_vectors + (self.reference == "last_round")
 
-    @property
-    def server_vectors(self) -> float:  # type: ignore[override]
-        """Vectors that the server keeps."""
-        return super().server_vectors + (self.reference == "last_round")
-
-    @property
-    def client_vectors(self) -> float:  # type: ignore[override]
-        """Vectors that a client keeps."""
-        return super().client_vectors + (self.reference == "client")
-
-    def estimate_step(self, server: State, client: State, round: Round, **constants: Any) -> LocalUpdate:
-        """Return the local update with this perturbation and the other constants."""
+    def estimate_step(self, server: State, client: State, round: Round, **constants: Any) -> Step:
+        """Return the step with this perturbation and the other constants."""
         old = client.get("w_old_i") if self.reference == "client" else server.get("w_old")
         rho = value_at("rho", self.rho, round)
         if old is None and self.initial_perturbation == "none":
-            return LocalUpdate(**constants)
+            return Step(**constants)
         e = -server["w"] if old is None else old - server["w"]
-        return LocalUpdate(Direction.CONSTANT, rho=rho, direction_vector=e, **constants)
+        return Shifted(rho=rho, e=e, **constants)
 
-    def finish_client(self, server: State, client: State, results: ClientResults, round: Round) -> tuple[State, Upload]:
-        state, upload = super().finish_client(server, client, results, round)
+    def finish(self, server: State, client: State, results: ClientResults, round: Round) -> tuple[State, Upload]:
+        state, upload = super().finish(server, client, results, round)
         # The model itself, not a copy: clients of one round share it.
         return ({**state, "w_old_i": server["w"]} if self.reference == "client" else state), upload
 
@@ -87,18 +77,16 @@ class FedLESAM(LocalEstimate):
             down).
     """
 
-    working_vectors: ClassVar[float] = 1
-
     rho: Scheduled = hparam(0.01, check_scheduled)
     initial_perturbation: str = hparam("origin", choice, ("origin", "none"))
     reference: str = hparam("client", choice, ("client", "last_round"))
 
-    def local_update(self, server: State, client: State, round: Round) -> LocalUpdate:
+    def local_step(self, server: State, client: State, round: Round) -> Step:
         return self.estimate_step(server, client, round)
 
 
 @dataclass(frozen=True)
-class FedLESAM_D(LocalEstimate, DynamicRegularizer):  # type: ignore[override]
+class FedLESAM_D(LocalEstimate, DynamicRegularizer):
     """FedLESAM's perturbation in FedDyn.
 
         w <- w - lr * (g + phi*(h_i + w - w^t) + weight_decay*w),  g the batch gradient at w + eps, eps as in FedLESAM
@@ -121,11 +109,9 @@ class FedLESAM_D(LocalEstimate, DynamicRegularizer):  # type: ignore[override]
     reference: str = hparam("client", choice, ("client", "last_round"))
     phi_decay: float = hparam(1.0, number, greater_than=0)
 
-    def local_update(self, server: State, client: State, round: Round) -> LocalUpdate:
+    def local_step(self, server: State, client: State, round: Round) -> Step:
         phi = self.phi_of(round)
-        return self.estimate_step(
-            server, client, round, gradient_offset=attraction(phi, server, client), proximal_coefficient=phi
-        )
+        return self.estimate_step(server, client, round, q=attraction(phi, server, client), prox=phi)
 
 
 @dataclass(frozen=True)
@@ -150,7 +136,5 @@ class FedLESAM_S(LocalEstimate, SCAFFOLD):  # type: ignore[override]
     reference: str = hparam("client", choice, ("client", "last_round"))
     control_scale: float = hparam(1.0, number, at_least=0)
 
-    def local_update(self, server: State, client: State, round: Round) -> LocalUpdate:
-        return self.estimate_step(
-            server, client, round, gradient_offset=self.control_scale * self.correction(server, client)
-        )
+    def local_step(self, server: State, client: State, round: Round) -> Step:
+        return self.estimate_step(server, client, round, q=self.control_scale * self.correction(server, client))

@@ -25,7 +25,7 @@ class FedNova(Algorithm):
     def uses_lr(self) -> bool:
         return True
 
-    def finish_client(self, server: State, client: State, results: ClientResults, round: Round) -> tuple[State, Upload]:
+    def finish(self, server: State, client: State, results: ClientResults, round: Round) -> tuple[State, Upload]:
         heavy_ball = round.momentum, round.dampening, round.nesterov
         a = results.column(weight_of_gradients(K, *heavy_ball) for K in results.num_steps)
         return client, Upload(mean={"delta": results.delta / a, "a": a})

@@ -4,18 +4,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from fastsam.fed.algorithms.base import (
+    SAM,
     Aggregate,
     Algorithm,
-    Direction,
-    LocalUpdate,
     Round,
+    Shifted,
     State,
+    Step,
     apply_update,
     hparam,
 )
@@ -43,9 +43,6 @@ class FedNSAM(Algorithm):
             a step, and no perturbation in round 0.
     """
 
-    server_vectors: ClassVar[float] = 2
-    working_vectors: ClassVar[float] = 1
-
     rho: Scheduled = hparam(0.05, check_scheduled)
     gamma: float = hparam(0.85, number, at_least=0, at_most=1)
     perturb: str = hparam("gradient", choice, ("gradient", "momentum"))
@@ -55,19 +52,14 @@ class FedNSAM(Algorithm):
         """Vectors that a client receives in a round."""
         return 2 if self.perturb == "momentum" else 1
 
-    @property
-    def backward_passes(self) -> int:  # type: ignore[override]
-        """Back-propagations of a local step."""
-        return 1 if self.perturb == "momentum" else 2
-
     def init_server(self, w0: Tensor) -> State:
         return {**super().init_server(w0), "m": torch.zeros_like(w0)}
 
-    def local_update(self, server: State, client: State, round: Round) -> LocalUpdate:
-        start = server["w"] + self.gamma * server["m"]
-        global_one = self.perturb == "momentum"
-        direction, e = (Direction.CONSTANT, -server["m"]) if global_one else (Direction.GRADIENT, None)
-        return LocalUpdate(direction, rho=value_at("rho", self.rho, round), direction_vector=e, start=start)
+    def local_step(self, server: State, client: State, round: Round) -> Step:
+        start, rho = server["w"] + self.gamma * server["m"], value_at("rho", self.rho, round)
+        if self.perturb == "momentum":
+            return Shifted(rho=rho, e=-server["m"], start=start)
+        return SAM(rho=rho, start=start)
 
     def step_server(self, server: State, aggregate: Aggregate, round: Round) -> State:
         m = self.gamma * server["m"].double() + aggregate.mean("delta")

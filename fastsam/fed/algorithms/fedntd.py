@@ -4,14 +4,12 @@ Learning", NeurIPS 2022 (eq. 4 and 5)."""
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
-from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from fastsam.fed.algorithms.base import Algorithm, Client, Round, State, hparam
-from fastsam.fed.algorithms.distillation import divergence
+from fastsam.fed.algorithms.base import Algorithm, Round, State, Step, hparam
+from fastsam.fed.algorithms.distillation import Taught, divergence
 from fastsam.fed.common.checks import number
 
 
@@ -30,17 +28,11 @@ class FedNTD(Algorithm):
         tau: temperature.
     """
 
-    working_vectors: ClassVar[float] = 1
-
     beta: float = hparam(1.0, number, at_least=0)
     tau: float = hparam(1.0, number, greater_than=0)
 
-    def train_client(self, client: Client, server: State, state: State, round: Round) -> None:
-        teacher = client.teacher(server["w"])
-        for x, y in client.batches():
-            with torch.no_grad():
-                teacher_outputs = teacher(x)
-            client.step(x, y, penalty=partial(self.not_true_distillation, teacher_outputs, y))
+    def local_step(self, server: State, client: State, round: Round) -> Step:
+        return Taught(term=self.not_true_distillation)
 
     def not_true_distillation(self, teacher_outputs: Tensor, y: Tensor, outputs: Tensor) -> Tensor:
         """Return the distillation term. Raises ValueError unless the labels `y` `[n, ...]` number the outputs."""

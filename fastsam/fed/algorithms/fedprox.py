@@ -4,9 +4,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
-from fastsam.fed.algorithms.base import Algorithm, LocalUpdate, Round, State, hparam
+from fastsam.fed.algorithms.base import Algorithm, Round, State, Step, hparam
 from fastsam.fed.common.checks import number
 
 
@@ -24,9 +23,7 @@ class FedProx(Algorithm):
         phi: weight of the proximal term, the paper's mu; 0 is FedAvg.
     """
 
-    working_vectors: ClassVar[float] = 1
-
     phi: float = hparam(0.01, number, at_least=0)
 
-    def local_update(self, server: State, client: State, round: Round) -> LocalUpdate:
-        return LocalUpdate(gradient_offset=-self.phi * server["w"], proximal_coefficient=self.phi)
+    def local_step(self, server: State, client: State, round: Round) -> Step:
+        return Step(q=-self.phi * server["w"], prox=self.phi)

@@ -99,8 +99,8 @@ class FedRobust(Algorithm):
         Lam, delta = state.get("Lam", Lam), state.get("delta", torch.zeros(size))
         return InputMap(form, self.lam, self.radius, Lam.to(x), delta.to(x))
 
-    def finish_client(self, server: State, client: State, results: ClientResults, round: Round) -> tuple[State, Upload]:
-        state, upload = super().finish_client(server, client, results, round)
+    def finish(self, server: State, client: State, results: ClientResults, round: Round) -> tuple[State, Upload]:
+        state, upload = super().finish(server, client, results, round)
         return {**state, **results.extra}, upload
 
 

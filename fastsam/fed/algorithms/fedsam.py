@@ -5,9 +5,8 @@ Minimization", ICML 2021 (eq. 9)."""
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
-from fastsam.fed.algorithms.base import Algorithm, Direction, LocalUpdate, Round, State, hparam
+from fastsam.fed.algorithms.base import SAM, Algorithm, Round, State, Step, hparam
 from fastsam.fed.algorithms.fedcm import COUNTS, ServerDirection
 from fastsam.fed.algorithms.schedule import Scheduled, check_scheduled, value_at
 from fastsam.fed.common.checks import choice, number
@@ -31,9 +30,6 @@ class FedSAM(Algorithm):
         eta: eta of ASAM.
     """
 
-    working_vectors: ClassVar[float] = 1
-    backward_passes: ClassVar[int] = 2
-
     rho: Scheduled = hparam(0.05, check_scheduled)
     adaptive: bool = hparam(False, choice, (True, False))
     eta: float = hparam(0.0, number, at_least=0)
@@ -43,9 +39,8 @@ class FedSAM(Algorithm):
         if self.eta and not self.adaptive:
             raise ValueError(f"eta belongs to adaptive=True (ASAM), got eta={self.eta!r} with adaptive=False")
 
-    def local_update(self, server: State, client: State, round: Round) -> LocalUpdate:
-        direction = Direction.ADAPTIVE_GRADIENT if self.adaptive else Direction.GRADIENT
-        return LocalUpdate(direction, rho=value_at("rho", self.rho, round), eta=self.eta)
+    def local_step(self, server: State, client: State, round: Round) -> Step:
+        return SAM(rho=value_at("rho", self.rho, round), eta=self.eta, adaptive=self.adaptive)
 
 
 @dataclass(frozen=True)
@@ -66,15 +61,10 @@ class MoFedSAM(ServerDirection):
             lr 0.1 the latter makes its literal formula the plain mean, and D several times larger.
     """
 
-    working_vectors: ClassVar[float] = 2
-    backward_passes: ClassVar[int] = 2
-
     rho: Scheduled = hparam(0.05, check_scheduled)
     beta: float = hparam(0.1, number, at_least=0, at_most=1)
     momentum_K: str = hparam("steps", choice, COUNTS)
 
-    def local_update(self, server: State, client: State, round: Round) -> LocalUpdate:
+    def local_step(self, server: State, client: State, round: Round) -> Step:
         rho = value_at("rho", self.rho, round)
-        return LocalUpdate(
-            Direction.GRADIENT, rho=rho, perturbed_weight=self.beta, gradient_offset=(1 - self.beta) * server["D"]
-        )
+        return SAM(rho=rho, a=self.beta, q=(1 - self.beta) * server["D"])

@@ -4,27 +4,52 @@ Modulation)", arXiv:2601.00853, 2025 (Section 3, Algorithm 1, by a published tra
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from fastsam.fed.algorithms.base import (
+    SAM,
     Aggregate,
     Algorithm,
     ClientResults,
-    Direction,
-    LocalUpdate,
     Round,
     State,
+    Step,
     Upload,
     hparam,
 )
 from fastsam.fed.algorithms.cosines import cosines
 from fastsam.fed.algorithms.schedule import Scheduled, check_scheduled, value_at
 from fastsam.fed.common.checks import integer, number
-from fastsam.fed.update.pilot import Pilot
+from fastsam.fed.update.passes import Passes
+from fastsam.fed.update.rows import Rows
+from fastsam.fed.update.steps import Number
+from fastsam_kernels.hparams import HParam
+
+
+@dataclass(frozen=True, eq=False)
+class Piloted(SAM):
+    """A step of SAM whose radius follows from the gradients of each client's first batches, which are results.
+
+    Args:
+        u: the last global step.
+        algorithm: the algorithm, which finds the radius.
+    """
+
+    outputs: ClassVar[tuple[str, ...]] = ("gradient", "norms")
+
+    u: Tensor | None = None
+    algorithm: FedSCAM | None = None
+
+    def begin(self, rows: Rows, w: Tensor, lr: float, passes: Passes) -> None:
+        super().begin(rows, w, lr, passes)
+        assert self.algorithm is not None
+        gradient, norms = passes.first(self.algorithm.pilots)
+        rows.put("gradient", gradient)
+        rows.put("norms", norms)
+        rows.column(HParam.RHO)[:, 0] = self.algorithm.radius(self.rho, rows["u"], norms[:, 0], gradient)
 
 
 @dataclass(frozen=True)
@@ -53,9 +78,6 @@ class FedSCAM(Algorithm):
     """
 
     download_vectors: ClassVar[float] = 2
-    server_vectors: ClassVar[float] = 2
-    working_vectors: ClassVar[float] = 2
-    backward_passes: ClassVar[int] = 2
     sends_weights: ClassVar[bool] = True
 
     rho: Scheduled = hparam(0.05, check_scheduled)
@@ -68,20 +90,19 @@ class FedSCAM(Algorithm):
     def init_server(self, w0: Tensor) -> State:
         return {"w": w0, "u": torch.zeros_like(w0)}
 
-    def local_update(self, server: State, client: State, round: Round) -> LocalUpdate:
-        radius = partial(self._radius, value_at("rho", self.rho, round), server["u"])
-        return LocalUpdate(Direction.GRADIENT, pilot=Pilot(self.pilots, radius))
+    def local_step(self, server: State, client: State, round: Round) -> Step:
+        return Piloted(rho=value_at("rho", self.rho, round), u=server["u"], algorithm=self)
 
-    def _radius(self, rho: float, u: Tensor, norms: Tensor, gradients: Tensor) -> Tensor:
+    def radius(self, rho: Number, u: Tensor, norms: Tensor, gradients: Tensor) -> Tensor:
+        """Return the radii `[n]` of clients with these mean norms and gradients."""
         return rho / (1 + self.alpha * self._orthogonal(norms, cosines(-gradients, u)))
 
     def _orthogonal(self, h: Tensor, c: Tensor) -> Tensor:
         return h * (1 - self.kappa * c).clamp(min=0)
 
-    def finish_client(self, server: State, client: State, results: ClientResults, round: Round) -> tuple[State, Upload]:
-        assert results.gradient is not None and results.norms is not None  # because local_update sets `pilot`
-        c = cosines(-results.gradient, server["u"])
-        weight = (1 + self.beta * c).clamp(min=0) / (1 + self.gamma * self._orthogonal(results.norms, c))
+    def finish(self, server: State, client: State, results: ClientResults, round: Round) -> tuple[State, Upload]:
+        c, norms = cosines(-results.outputs["gradient"], server["u"]), results.outputs["norms"][:, 0]
+        weight = (1 + self.beta * c).clamp(min=0) / (1 + self.gamma * self._orthogonal(norms, c))
         return client, Upload(mean={"delta": results.delta}, weight=weight)
 
     def step_server(self, server: State, aggregate: Aggregate, round: Round) -> State:

@@ -3,20 +3,21 @@ Approaching Global Consistency and Smooth Landscape", ICML 2023 (Algorithm 1).""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from fastsam.fed.algorithms.base import (
+    SAM,
     Aggregate,
     Algorithm,
     ClientResults,
-    Direction,
-    LocalUpdate,
     Round,
     State,
+    Step,
     Upload,
     hparam,
 )
@@ -24,9 +25,44 @@ from fastsam.fed.algorithms.fedavg import FedAvg
 from fastsam.fed.algorithms.feddyn import FedDyn
 from fastsam.fed.algorithms.schedule import Scheduled, check_scheduled, value_at
 from fastsam.fed.common.checks import choice, number
-from fastsam.fed.update.local_update import NU
+from fastsam.fed.update.passes import Passes
+from fastsam.fed.update.rows import Rows
+from fastsam.fed.update.steps import NU, Number
+from fastsam_kernels.hparams import HParam
 
 RULES = ("paper", "mu_active", "mu_all")
+
+
+@dataclass(frozen=True, eq=False)
+class DualSAM(SAM):
+    """A step of SAM along `d = penalty*(g - dual) - s`, then `dual <- dual + (eps - s)/penalty`.
+
+    Args:
+        dual: mu_i at the start.
+        s: the perturbation of all clients.
+        penalty: alpha.
+    """
+
+    columns: ClassVar[Mapping[str, int]] = {**SAM.columns, "penalty": HParam.PENALTY}
+    outputs: ClassVar[tuple[str, ...]] = ("dual", "eps")
+
+    dual: Tensor | None = None
+    s: Tensor | None = None
+    penalty: Number = 1.0
+
+    def begin(self, rows: Rows, w: Tensor, lr: float, passes: Passes) -> None:
+        super().begin(rows, w, lr, passes)
+        rows["eps"].zero_()
+
+    def __call__(self, rows: Rows, passes: Passes) -> Tensor:
+        losses, g1 = passes()
+        dual, s, eps = rows["dual"], rows["s"], rows["eps"].zero_() if rows.may_end else None
+        rows.kernels.dual_norm_(rows.sumsq, g1.tensors, dual, s, g1.table, rows.hparams)
+        rows.kernels.dual_perturb_([rows.z], rows.w, dual, g1.tensors, s, g1.table, rows.hparams, rows.sumsq, eps=eps)
+        rows.is_moved = True
+        _, g2 = passes()
+        rows.update(g2)
+        return losses
 
 
 @dataclass(frozen=True)
@@ -53,7 +89,6 @@ class FedSMOO(Algorithm):
 
     download_vectors: ClassVar[float] = 2
     upload_vectors: ClassVar[float] = 2
-    backward_passes: ClassVar[int] = 2
 
     rho: Scheduled = hparam(0.1, check_scheduled)
     alpha: float = hparam(1.0, number, greater_than=0)
@@ -68,24 +103,9 @@ class FedSMOO(Algorithm):
         return FedDyn(self.phi, self.phi_decay) if self.dyn else FedAvg()
 
     @property
-    def server_vectors(self) -> float:  # type: ignore[override]
-        """s, and the mean of all mu_i where the rule is made of it."""
-        return self.base.server_vectors + 1 + (self.s_rule == "mu_all")
-
-    @property
-    def client_vectors(self) -> float:  # type: ignore[override]
-        """mu_i."""
-        return self.base.client_vectors + 1
-
-    @property
     def uses_sums(self) -> bool:  # type: ignore[override]
         """H, or the mean of all mu_i."""
         return self.base.uses_sums or self.s_rule == "mu_all"
-
-    @property
-    def working_vectors(self) -> float:  # type: ignore[override]
-        """The perturbed copy, mu_i and s."""
-        return self.base.working_vectors + 3
 
     def uses_server_lr(self) -> bool:
         return self.base.uses_server_lr()
@@ -97,28 +117,19 @@ class FedSMOO(Algorithm):
     def init_client(self, server: State) -> State:
         return {**self.base.init_client(server), "mu_i": torch.zeros_like(server["w"])}
 
-    def local_update(self, server: State, client: State, round: Round) -> LocalUpdate:
-        update = self.base.local_update(server, client, round)
-        assert isinstance(update, LocalUpdate)
-        return replace(
-            update,
-            direction=Direction.GRADIENT_MINUS_DUAL,
-            rho=value_at("rho", self.rho, round),
-            dual=client["mu_i"],
-            server_perturbation=server["s"],
-            penalty=self.alpha,
-        )
+    def local_step(self, server: State, client: State, round: Round) -> Step:
+        base, rho = self.base.local_step(server, client, round), value_at("rho", self.rho, round)
+        return DualSAM(q=base.q, prox=base.prox, rho=rho, dual=client["mu_i"], s=server["s"], penalty=self.alpha)
 
-    def finish_client(self, server: State, client: State, results: ClientResults, round: Round) -> tuple[State, Upload]:
-        if results.dual is None or results.eps is None:
-            raise ValueError("FedSMOO needs the dual and the perturbation of every client; this executor returned none")
-        state, upload = self.base.finish_client(server, client, results, round)
+    def finish(self, server: State, client: State, results: ClientResults, round: Round) -> tuple[State, Upload]:
+        dual, eps = results.outputs["dual"], results.outputs["eps"]
+        state, upload = self.base.finish(server, client, results, round)
         mean, total = dict(upload.mean), dict(upload.sum)
         if self.s_rule == "mu_all":
-            total["dmu"] = results.dual - client["mu_i"]
+            total["dmu"] = dual - client["mu_i"]
         else:
-            mean["r"] = results.dual if self.s_rule == "mu_active" else self.alpha * results.dual - results.eps
-        return {**state, "mu_i": results.dual}, Upload(mean, total)
+            mean["r"] = dual if self.s_rule == "mu_active" else self.alpha * dual - eps
+        return {**state, "mu_i": dual}, Upload(mean, total)
 
     def step_server(self, server: State, aggregate: Aggregate, round: Round) -> State:
         new_state = self.base.step_server(server, aggregate, round)

@@ -4,16 +4,54 @@ Learning", CVPR 2024; the numbers and the weighting of the perturbation as in th
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
-from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from fastsam.fed.algorithms.base import Algorithm, Client, Direction, LocalUpdate, Round, State, hparam
+from fastsam.fed.algorithms.base import SAM, Algorithm, Round, State, Step, hparam
 from fastsam.fed.algorithms.distillation import divergence
 from fastsam.fed.algorithms.schedule import Scheduled, check_scheduled, value_at
 from fastsam.fed.common.checks import number
+from fastsam.fed.update.gradients import Gradients
+from fastsam.fed.update.passes import Passes
+from fastsam.fed.update.rows import Rows
+
+MIN_NORM = 1e-12  # norm of a drift that is divided by: a weight that has not moved is not perturbed
+
+
+@dataclass(frozen=True, eq=False)
+class Orthogonal(SAM):
+    """A step of SAM along `L*g_p`, whose length is the norm of g_p: the gradient of the divergence from the outputs of
+    the start, weighted by how far each weight has come from it.
+
+    Args:
+        tau: temperature.
+    """
+
+    tau: float = 3.0
+
+    def objective(self, loss: Tensor, outputs: Tensor, y: Tensor, teacher: Tensor) -> Tensor:
+        """Return the divergence whose gradient is g_p."""
+        return divergence(outputs, teacher, self.tau)
+
+    def begin(self, rows: Rows, w: Tensor, lr: float, passes: Passes) -> None:
+        super().begin(rows, w, lr, passes)
+        rows["direction"].zero_()
+
+    def __call__(self, rows: Rows, passes: Passes) -> Tensor:
+        assert rows.w is not None
+        losses, g_p = passes(self.objective, passes.outputs_of(rows["start"]))
+        rows.norm(g_p)
+        d = torch.sub(rows.w, rows["start"], out=rows["direction"]).abs_()
+        for view in rows.layout.views(d):  # [n, *shape]
+            far = view if view.dim() > 1 else view.unsqueeze(1)
+            far.div_(torch.linalg.vector_norm(far, dim=1, keepdim=True).clamp_(min=MIN_NORM))
+        parts = rows.views_like(g_p, d)
+        torch._foreach_mul_(parts, g_p.tensors)
+        rows.move(Gradients(parts, g_p.slots, g_p.table))
+        _, g2 = passes()
+        rows.update(g2)
+        return losses
 
 
 @dataclass(frozen=True)
@@ -34,22 +72,8 @@ class FedSOL(Algorithm):
         tau: temperature.
     """
 
-    working_vectors: ClassVar[float] = 4
-    backward_passes: ClassVar[int] = 2
-
     rho: Scheduled = hparam(1.0, check_scheduled)
     tau: float = hparam(3.0, number, greater_than=0)
 
-    def local_update(self, server: State, client: State, round: Round) -> LocalUpdate:
-        return LocalUpdate(Direction.GRADIENT_BY_DRIFT, rho=value_at("rho", self.rho, round))
-
-    def train_client(self, client: Client, server: State, state: State, round: Round) -> None:
-        teacher = client.teacher(server["w"])
-        for x, y in client.batches():
-            with torch.no_grad():
-                teacher_outputs = teacher(x)
-            client.step(x, y, first_objective=partial(self.proximal_divergence, teacher_outputs))
-
-    def proximal_divergence(self, teacher_outputs: Tensor, outputs: Tensor) -> Tensor:
-        """Return the divergence whose gradient is the direction of the perturbation."""
-        return divergence(outputs, teacher_outputs, self.tau)
+    def local_step(self, server: State, client: State, round: Round) -> Step:
+        return Orthogonal(rho=value_at("rho", self.rho, round), tau=self.tau)

@@ -4,11 +4,10 @@ Generalization Accuracy", ICLR 2023 (Algorithm 1)."""
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 
-from fastsam.fed.algorithms.base import Algorithm, ClientResults, Direction, LocalUpdate, Round, State, Upload, hparam
+from fastsam.fed.algorithms.base import SAM, Algorithm, ClientResults, Round, State, Step, Upload, hparam
 from fastsam.fed.algorithms.feddyn import attraction
 from fastsam.fed.algorithms.schedule import Scheduled, check_scheduled, value_at
 from fastsam.fed.common.checks import number
@@ -32,10 +31,6 @@ class FedSpeed(Algorithm):
         phi: weight of the proximal term.
     """
 
-    client_vectors: ClassVar[float] = 1
-    working_vectors: ClassVar[float] = 3
-    backward_passes: ClassVar[int] = 2
-
     rho: Scheduled = hparam(0.1, check_scheduled)
     alpha: float = hparam(1.0, number, at_least=0, at_most=1)
     phi: float = hparam(0.1, number, at_least=0)
@@ -43,17 +38,10 @@ class FedSpeed(Algorithm):
     def init_client(self, server: State) -> State:
         return {"h_i": torch.zeros_like(server["w"])}
 
-    def local_update(self, server: State, client: State, round: Round) -> LocalUpdate:
+    def local_step(self, server: State, client: State, round: Round) -> Step:
         rho, q = value_at("rho", self.rho, round), attraction(self.phi, server, client)
-        return LocalUpdate(
-            Direction.GRADIENT,
-            rho=rho,
-            perturbed_weight=self.alpha,
-            clean_weight=1 - self.alpha,
-            gradient_offset=q,
-            proximal_coefficient=self.phi,
-        )
+        return SAM(rho=rho, a=self.alpha, b=1 - self.alpha, q=q, prox=self.phi)
 
-    def finish_client(self, server: State, client: State, results: ClientResults, round: Round) -> tuple[State, Upload]:
+    def finish(self, server: State, client: State, results: ClientResults, round: Round) -> tuple[State, Upload]:
         h_i = client["h_i"] + results.delta
         return {"h_i": h_i}, Upload(mean={"delta": results.delta + h_i})

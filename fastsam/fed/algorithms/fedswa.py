@@ -10,16 +10,30 @@ from fastsam.fed.algorithms.base import (
     Aggregate,
     Algorithm,
     ClientResults,
-    LocalUpdate,
     Round,
     State,
+    Step,
     Upload,
     apply_update,
     hparam,
 )
 from fastsam.fed.algorithms.scaffold import SCAFFOLD
 from fastsam.fed.common.checks import number
-from fastsam.fed.update.local_update import lr_sum
+
+
+@dataclass(frozen=True, eq=False)
+class Falling(Step):
+    """A step whose learning rate falls within a round, from the round's to `end` times it."""
+
+    end: float = 1.0
+
+    def rate(self, k: int, steps: int) -> float:
+        return 1 - (1 - self.end) * k / steps
+
+
+def lr_sum(end: float, steps: int) -> float:
+    """Return the sum of the learning rates of `steps` steps of `Falling`, in units of the round's learning rate."""
+    return steps - (1 - end) * (steps - 1) / 2
 
 
 @dataclass(frozen=True)
@@ -41,8 +55,8 @@ class FedSWA(Algorithm):
     rho: float = hparam(0.1, number, at_least=0)
     alpha: float = hparam(1.5, number, greater_than=0)
 
-    def local_update(self, server: State, client: State, round: Round) -> LocalUpdate:
-        return LocalUpdate(lr_end_factor=self.rho)
+    def local_step(self, server: State, client: State, round: Round) -> Step:
+        return Falling(end=self.rho)
 
     def step_server(self, server: State, aggregate: Aggregate, round: Round) -> State:
         return {**server, "w": apply_update(server["w"], self.alpha * round.server_lr * aggregate.mean("delta"))}
@@ -67,10 +81,10 @@ class FedMoSWA(SCAFFOLD):
     alpha: float = hparam(1.5, number, greater_than=0)
     gamma: float = hparam(0.4, number, at_least=0, at_most=1)
 
-    def local_update(self, server: State, client: State, round: Round) -> LocalUpdate:
-        return LocalUpdate(gradient_offset=self.correction(server, client), lr_end_factor=self.rho)
+    def local_step(self, server: State, client: State, round: Round) -> Step:
+        return Falling(q=self.correction(server, client), end=self.rho)
 
-    def finish_client(self, server: State, client: State, results: ClientResults, round: Round) -> tuple[State, Upload]:
+    def finish(self, server: State, client: State, results: ClientResults, round: Round) -> tuple[State, Upload]:
         rates = results.column(-round.lr * lr_sum(self.rho, K) for K in results.num_steps)
         c_i = client["c_i"] - server["c"] + results.delta / rates
         return {"c_i": c_i}, Upload({"delta": results.delta}, {"dc": c_i - server["c"]})

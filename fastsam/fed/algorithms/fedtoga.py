@@ -8,10 +8,36 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from fastsam.fed.algorithms.base import Aggregate, Direction, LocalUpdate, Round, State, hparam
+from fastsam.fed.algorithms.base import SAM, Aggregate, Round, State, Step, hparam
 from fastsam.fed.algorithms.feddyn import DynamicRegularizer, attraction
 from fastsam.fed.algorithms.schedule import Scheduled, check_scheduled, value_at
 from fastsam.fed.common.checks import number
+from fastsam.fed.update.gradients import Gradients
+from fastsam.fed.update.passes import Passes
+from fastsam.fed.update.rows import Rows
+
+
+@dataclass(frozen=True, eq=False)
+class Remembering(SAM):
+    """A step of SAM along `d = g1 + e + last`, `last` the g2 of the step before, 0 in a round's first step."""
+
+    e: Tensor | None = None
+
+    def begin(self, rows: Rows, w: Tensor, lr: float, passes: Passes) -> None:
+        super().begin(rows, w, lr, passes)
+        rows["last"].zero_()
+        rows["direction"].zero_()
+
+    def __call__(self, rows: Rows, passes: Passes) -> Tensor:
+        losses, g1 = passes()
+        d = rows["direction"].copy_(rows["e"]).add_(rows["last"])
+        parts = rows.views_like(g1, d)
+        torch._foreach_add_(parts, g1.tensors)
+        rows.perturb(Gradients(parts, g1.slots, g1.table))
+        _, g2 = passes()
+        torch._foreach_copy_(rows.views_like(g2, rows["last"]), g2.tensors)
+        rows.update(g2)
+        return losses
 
 
 @dataclass(frozen=True)
@@ -35,9 +61,6 @@ class FedTOGA(DynamicRegularizer):
     """
 
     download_vectors: ClassVar[float] = 2
-    server_vectors: ClassVar[float] = 3
-    working_vectors: ClassVar[float] = 5
-    backward_passes: ClassVar[int] = 2
 
     rho: Scheduled = hparam(0.1, check_scheduled)
     kappa: float = hparam(1.0, number, at_least=0)
@@ -48,17 +71,10 @@ class FedTOGA(DynamicRegularizer):
     def init_server(self, w0: Tensor) -> State:
         return {**super().init_server(w0), "D": torch.zeros_like(w0)}
 
-    def local_update(self, server: State, client: State, round: Round) -> LocalUpdate:
+    def local_step(self, server: State, client: State, round: Round) -> Step:
         phi, rho, D = self.phi_of(round), value_at("rho", self.rho, round), server["D"]
         q = attraction(phi, server, client) + self.beta * D
-        return LocalUpdate(
-            Direction.GRADIENT_PLUS,
-            rho=rho,
-            direction_vector=self.kappa * D,
-            uses_last_gradient=True,
-            gradient_offset=q,
-            proximal_coefficient=phi,
-        )
+        return Remembering(q=q, prox=phi, rho=rho, e=self.kappa * D)
 
     def step_server(self, server: State, aggregate: Aggregate, round: Round) -> State:
         return {**super().step_server(server, aggregate, round), "D": (-aggregate.mean("delta")).to(server["D"].dtype)}

@@ -3,19 +3,55 @@ Minimization", NeurIPS 2025; https://github.com/Huang-Yongzhi/NeurlPS_FedWMSAM."
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from fastsam.fed.algorithms.base import Aggregate, ClientResults, Direction, LocalUpdate, Round, State, Upload, hparam
+from fastsam.fed.algorithms.base import Aggregate, ClientResults, Round, State, Step, Upload, hparam
 from fastsam.fed.algorithms.cosines import cosines
 from fastsam.fed.algorithms.scaffold import SCAFFOLD
 from fastsam.fed.algorithms.schedule import Scheduled, check_scheduled, value_at
 from fastsam.fed.common.checks import number
+from fastsam.fed.update.passes import Passes
+from fastsam.fed.update.rows import Rows
+from fastsam.fed.update.steps import Number
+from fastsam_kernels.hparams import HParam
 
 MIN_TARGET, MAX_TARGET = 0.1, 0.9  # bounds of the value that alpha moves towards
+
+
+@dataclass(frozen=True, eq=False)
+class AlongPath(Step):
+    """A step whose gradient is taken at `w + rho*d/||d||` with `d = w^t + k*D - w` in step k. d is known before any
+    gradient, so one pass suffices.
+
+    Args:
+        rho: radius of the perturbation.
+        D: the step of the path.
+    """
+
+    columns: ClassVar[Mapping[str, int]] = {**Step.columns, "rho": HParam.RHO}
+    two_buffers: ClassVar[bool] = True
+
+    rho: Number = 0.01
+    D: Tensor | None = None
+
+    def begin(self, rows: Rows, w: Tensor, lr: float, passes: Passes) -> None:
+        super().begin(rows, w, lr, passes)
+        rows["path"].zero_()  # k*D
+        rows["direction"].zero_()
+
+    def __call__(self, rows: Rows, passes: Passes) -> Tensor:
+        assert rows.w is not None
+        d = torch.sub(rows.w, rows["start"], out=rows["direction"]).mul_(-1.0).add_(rows["path"])
+        rows.perturb(rows.whole(d))
+        rows["path"].add_(rows["D"])
+        losses, g = passes()
+        rows.update(g)
+        return losses
 
 
 @dataclass(frozen=True)
@@ -42,8 +78,6 @@ class FedWMSAM(SCAFFOLD):
     """
 
     download_vectors: ClassVar[float] = 3
-    server_vectors: ClassVar[float] = 3
-    working_vectors: ClassVar[float] = 6
 
     rho: Scheduled = hparam(0.01, check_scheduled)
     alpha: float = hparam(0.1, number, greater_than=0, at_most=MAX_TARGET)
@@ -53,20 +87,13 @@ class FedWMSAM(SCAFFOLD):
         alpha = torch.full((1,), self.alpha, dtype=torch.float64, device=w0.device)
         return {**super().init_server(w0), "D": torch.zeros_like(w0), "alpha": alpha}
 
-    def local_update(self, server: State, client: State, round: Round) -> LocalUpdate:
+    def local_step(self, server: State, client: State, round: Round) -> Step:
         rho, alpha = value_at("rho", self.rho, round), server["alpha"].item()
         D_i = server["D"] + alpha / (1 - alpha) * self.correction(server, client)
-        return LocalUpdate(
-            Direction.PATH,
-            rho=rho,
-            perturbed_weight=alpha,
-            gradient_offset=(1 - alpha) * D_i,
-            direction_vector=D_i,
-            drift_weight=-1.0,
-        )
+        return AlongPath(rho=rho, a=alpha, q=(1 - alpha) * D_i, D=D_i)
 
-    def finish_client(self, server: State, client: State, results: ClientResults, round: Round) -> tuple[State, Upload]:
-        state, upload = super().finish_client(server, client, results, round)
+    def finish(self, server: State, client: State, results: ClientResults, round: Round) -> tuple[State, Upload]:
+        state, upload = super().finish(server, client, results, round)
         D = results.delta / results.column(-round.lr * K for K in results.num_steps)
         mean = {**upload.mean, "D": D, "cos": cosines(results.delta, server["D"])[:, None]}
         return state, Upload(mean, upload.sum)

@@ -9,10 +9,23 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from fastsam.fed.algorithms.base import Aggregate, Algorithm, ClientResults, LocalUpdate, Round, State, Upload, hparam
+from fastsam.fed.algorithms.base import Aggregate, Algorithm, ClientResults, Round, State, Step, Upload, hparam
 from fastsam.fed.common.checks import choice, number
+from fastsam.fed.update.passes import Passes
+from fastsam.fed.update.rows import Rows
 
 FORMS = ("convex", "heavy_ball")
+
+
+@dataclass(frozen=True, eq=False)
+class WithFullGradient(Step):
+    """A step whose round begins with the gradient over all samples of a client, which is a result."""
+
+    outputs: ClassVar[tuple[str, ...]] = ("full_gradient",)
+
+    def begin(self, rows: Rows, w: Tensor, lr: float, passes: Passes) -> None:
+        super().begin(rows, w, lr, passes)
+        rows.put("full_gradient", passes.all())
 
 
 @dataclass(frozen=True)
@@ -35,8 +48,6 @@ class MimeLite(Algorithm):
 
     download_vectors: ClassVar[float] = 2
     upload_vectors: ClassVar[float] = 2
-    server_vectors: ClassVar[float] = 2
-    working_vectors: ClassVar[float] = 1
 
     beta: float = hparam(0.1, number, at_least=0, at_most=1)
     momentum_form: str = hparam("convex", choice, FORMS)
@@ -49,15 +60,11 @@ class MimeLite(Algorithm):
     def init_server(self, w0: Tensor) -> State:
         return {"w": w0, "m": torch.zeros_like(w0)}
 
-    def local_update(self, server: State, client: State, round: Round) -> LocalUpdate:
-        return LocalUpdate(
-            perturbed_weight=self._fresh, gradient_offset=(1 - self.beta) * server["m"], full_gradient=True
-        )
+    def local_step(self, server: State, client: State, round: Round) -> Step:
+        return WithFullGradient(a=self._fresh, q=(1 - self.beta) * server["m"])
 
-    def finish_client(self, server: State, client: State, results: ClientResults, round: Round) -> tuple[State, Upload]:
-        if results.gradient is None:
-            raise ValueError("MimeLite needs the full gradient of every client; this executor returned none")
-        return client, Upload(mean={"delta": results.delta, "G": results.gradient})
+    def finish(self, server: State, client: State, results: ClientResults, round: Round) -> tuple[State, Upload]:
+        return client, Upload(mean={"delta": results.delta, "G": results.outputs["full_gradient"]})
 
     def step_server(self, server: State, aggregate: Aggregate, round: Round) -> State:
         m = self._fresh * aggregate.mean("G") + (1 - self.beta) * server["m"].double()

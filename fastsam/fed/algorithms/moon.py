@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -34,9 +34,6 @@ class MOON(Algorithm):
         tau: temperature.
         features: name of the module that returns z, the paper's projection head; None for the input of the last layer.
     """
-
-    client_vectors: ClassVar[float] = 1
-    working_vectors: ClassVar[float] = 2
 
     mu: float = hparam(1.0, number, at_least=0)
     tau: float = hparam(0.5, number, greater_than=0)
@@ -84,7 +81,7 @@ class MOON(Algorithm):
             for handle in handles:
                 handle.remove()
 
-    def finish_client(self, server: State, client: State, results: ClientResults, round: Round) -> tuple[State, Upload]:
+    def finish(self, server: State, client: State, results: ClientResults, round: Round) -> tuple[State, Upload]:
         return {"w_i": server["w"] + results.delta}, Upload(mean={"delta": results.delta})
 
 

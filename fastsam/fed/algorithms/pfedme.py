@@ -10,7 +10,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from fastsam.fed.algorithms.base import Algorithm, Client, ClientResults, LocalUpdate, Round, State, Upload, hparam
+from fastsam.fed.algorithms.base import Algorithm, Client, ClientResults, Round, State, Step, Upload, hparam
 from fastsam.fed.common.checks import integer, number
 
 
@@ -36,8 +36,6 @@ class pFedMe(Algorithm):
         ValueError: lr * lam is 2 or more in a round, so that the steps of the proximal term diverge.
     """
 
-    client_vectors: ClassVar[float] = 1
-    working_vectors: ClassVar[float] = 2
     own_models: ClassVar[bool] = True
 
     lam: float = hparam(15.0, number, greater_than=0)
@@ -47,16 +45,13 @@ class pFedMe(Algorithm):
     def init_client(self, server: State) -> State:
         return {"theta": server["w"]}
 
-    def local_update(self, server: State, client: State, round: Round) -> LocalUpdate:
+    def local_step(self, server: State, client: State, round: Round) -> Step:
         if round.lr * self.lam >= 2:
             raise ValueError(
                 "lr * lam must be below 2. Otherwise each step of theta about w_i is longer than the previous step; "
                 f"got lr={round.lr:g} and lam={self.lam:g}. Use an lr below {2 / self.lam:.3g}, or a smaller lam"
             )
-        return LocalUpdate(
-            proximal_coefficient=self.lam,
-            gradient_offset=-self.lam * server["w"],
-        )
+        return Step(prox=self.lam, q=-self.lam * server["w"])
 
     def train_client(self, client: Client, server: State, state: State, round: Round) -> Mapping[str, Tensor]:
         w_i, offset = client.start.clone(), client.gradient_offset
@@ -68,7 +63,7 @@ class pFedMe(Algorithm):
         delta_theta, client.w = client.delta, w_i
         return {"delta_theta": delta_theta}
 
-    def finish_client(self, server: State, client: State, results: ClientResults, round: Round) -> tuple[State, Upload]:
+    def finish(self, server: State, client: State, results: ClientResults, round: Round) -> tuple[State, Upload]:
         return {"theta": server["w"] + results.extra["delta_theta"]}, Upload(mean={"delta": results.delta})
 
     def own_model(self, server: State, client: State) -> Tensor:

@@ -13,9 +13,9 @@ from fastsam.fed.algorithms.base import (
     Aggregate,
     Algorithm,
     ClientResults,
-    LocalUpdate,
     Round,
     State,
+    Step,
     Upload,
     apply_update,
 )
@@ -35,9 +35,6 @@ class SCAFFOLD(Algorithm):
 
     download_vectors: ClassVar[float] = 2
     upload_vectors: ClassVar[float] = 2
-    server_vectors: ClassVar[float] = 2
-    client_vectors: ClassVar[float] = 1
-    working_vectors: ClassVar[float] = 1
     uses_sums: ClassVar[bool] = True
 
     def uses_lr(self) -> bool:
@@ -53,11 +50,11 @@ class SCAFFOLD(Algorithm):
         """Return `c - c_i`, to be added to the gradient."""
         return server["c"] - client["c_i"]
 
-    def local_update(self, server: State, client: State, round: Round) -> LocalUpdate:
-        return LocalUpdate(gradient_offset=self.correction(server, client))
+    def local_step(self, server: State, client: State, round: Round) -> Step:
+        return Step(q=self.correction(server, client))
 
-    def finish_client(self, server: State, client: State, results: ClientResults, round: Round) -> tuple[State, Upload]:
-        state, upload = super().finish_client(server, client, results, round)
+    def finish(self, server: State, client: State, results: ClientResults, round: Round) -> tuple[State, Upload]:
+        state, upload = super().finish(server, client, results, round)
         change = results.delta / results.column(-round.lr * K for K in results.num_steps) - server["c"]
         return {**state, "c_i": client["c_i"] + change}, Upload(upload.mean, {**upload.sum, "dc": change})
 

@@ -1,4 +1,4 @@
-"""The interface of executors: an executor trains a cohort of clients, each with its constants of the local update rule.
+"""The interface of executors: an executor trains a cohort of clients, each by its local step.
 
 It does not depend on the algorithm.
 """
@@ -7,14 +7,14 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import fields
 from typing import ClassVar
 
 from torch import Tensor
 
 from fastsam.fed.executors.memory_errors import ADVICE, is_out_of_memory
 from fastsam.fed.executors.task import SGD_OPTIONS, STEP_OPTIONS, Setup, Task
-from fastsam.fed.update.local_update import ClientResults
-from fastsam.fed.update.variant import needs_of
+from fastsam.fed.update.results import ClientResults
 
 
 class ClientError(RuntimeError):
@@ -53,7 +53,8 @@ def refusal(setup: Setup, supported_options: frozenset[str] = SGD_OPTIONS) -> st
         return f"{setup.loop} trains each client in a loop of its own (train_client), and such loops are not stacked"
     if setup.rule is not None:
         supported_options |= {"optimizer"}
-    unsupported_options = sorted((needs_of(setup.options) & STEP_OPTIONS) - supported_options)
+    changed = {f.name for f in fields(setup.options) if getattr(setup.options, f.name) != f.default}
+    unsupported_options = sorted((changed & STEP_OPTIONS) - supported_options)
     if unsupported_options == ["optimizer"]:
         return "it serves the optimizers SGD, Adam, AdamW, Adagrad, RMSprop and Lion, each by name or as a partial"
     return f"it does not serve the options {', '.join(unsupported_options)}" if unsupported_options else None
@@ -75,7 +76,7 @@ class Executor(ABC):
     Attributes:
         setup: the facts of the run.
         longest_first: the clients with most local steps should come first, because clients train at the same time.
-        stacks: several clients go through one call of the model. Their constants come for `slots` clients together, as
+        stacks: several clients go through one call of the model. Their step comes for `slots` clients together, with
             vectors `[n, row_size]`.
         slots: number of clients that train at once.
         numbers: conditions on which the bits depend, "exact" if they equal the bits of `sequential`.

@@ -17,7 +17,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from fastsam.fed.executors.cuda import Cuda, NumbersOnDevice
-from fastsam.fed.executors.gradient_passes import Passes
+from fastsam.fed.executors.gradient_passes import ModelPasses
 from fastsam.fed.executors.randomness import PassRandomness
 from fastsam.fed.executors.recording import difference, python_state
 from fastsam.fed.executors.task import Setup
@@ -37,7 +37,7 @@ def why_not_captured(setup: Setup, cuda: Cuda) -> str | None:
     x, y = setup.example
     replica = Replica.new(setup.model, setup.layout, setup.device)
     replica.module.train()
-    passes = Passes(replica, setup.layout, setup.loss)
+    passes = ModelPasses(replica, setup.layout, setup.loss)
     with PassRandomness(setup.device).preserve_states(), NumbersOnDevice():
         passes.run(x, y)
         for problem in (_waits, _draws_on_host, _changes_python):

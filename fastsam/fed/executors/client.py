@@ -1,5 +1,4 @@
-"""The client as `Algorithm.train_client` sees it: its data, its model in one row of the arena, and the steps of the
-local update rule."""
+"""The client as `Algorithm.train_client` sees it: its data, its model in one row, and its local steps."""
 
 from __future__ import annotations
 
@@ -13,9 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from fastsam.fed.executors.client_trainer import ClientTrainer
-from fastsam.fed.executors.extra_models import SecondModel
-from fastsam.fed.executors.gradient_passes import Gradients, Objective, check_scalar
-from fastsam.fed.update.local_update import ClientResults, Direction, LocalUpdate
+from fastsam.fed.executors.extra_models import TEACHER_NEEDS, SecondModel
+from fastsam.fed.executors.gradient_passes import Penalty, check_scalar
+from fastsam.fed.update.gradients import Gradients
+from fastsam.fed.update.results import ClientResults
+from fastsam.fed.update.steps import Shifted, Step
 from fastsam_kernels.hparams import HParam
 
 Batch = TypeVar("Batch", bound=tuple[Any, ...])
@@ -43,14 +44,13 @@ class Client:
         self, row: ClientTrainer, stop_requested: Callable[[], bool] | None = None, limit: int | None = None
     ) -> None:
         task = row.task
-        if task.update.direction is Direction.CONSTANT:
+        if isinstance(task.step, Shifted):
             raise ValueError(
-                "train_client does not serve the direction 'constant', whose perturbation lasts the whole round. Use "
-                "Direction.PATH, or client.w"
+                "train_client does not serve fed.Shifted, whose perturbation lasts the whole round. Use a step of your "
+                "own, or client.w"
             )
         self._row, self._task, self._stop_requested, self._limit = row, task, stop_requested, limit
         self.id, self.num_samples, self.model = task.client, task.work.samples, row.replica.module
-        self.backward_passes = row.extra_backward_passes
         self.has_phases = False  # the local work is more than one path of steps over the run's batches
         self._epochs = 0  # number of epochs begun
         self._batch_size, self._is_new_batch = 0, False
@@ -58,6 +58,14 @@ class Client:
         self._first: Gradients | None = None  # gradients by which the weights are perturbed
         self._gradient_loss: tuple[Tensor, int] | None = None  # loss at the unperturbed weights, and samples
         self._results: ClientResults | None = None  # results of the first model, if `begin` was called
+
+    @property
+    def backward_passes(self) -> int:
+        return self._row.backward_passes
+
+    @backward_passes.setter
+    def backward_passes(self, count: int) -> None:
+        self._row.backward_passes = count
 
     # --- weights ---
 
@@ -84,14 +92,14 @@ class Client:
 
     @property
     def gradient_offset(self) -> Tensor:
-        """The client's own copy of `LocalUpdate.gradient_offset`. A loop may write into it.
+        """The client's own copy of `Step.q`. A loop may write into it.
 
         Raises:
-            ValueError: `local_update` gave none.
+            ValueError: `local_step` gave none.
         """
-        if self._row.rows.q is None:
-            raise ValueError("there is no gradient_offset to change; return LocalUpdate(gradient_offset=...)")
-        return self._row.rows.own_gradient_offset()[0]
+        if self._row.step.q is None:
+            raise ValueError("there is no gradient_offset to change; return fed.Step(q=...) from local_step")
+        return self._row.rows.own("q")[0]
 
     # --- data ---
 
@@ -131,40 +139,31 @@ class Client:
         with row.client_errors:
             return row.passes.loss_of(x, y)
 
-    def step(
-        self, x: Any, y: Any, penalty: Objective | None = None, first_objective: Objective | None = None
-    ) -> Tensor:
-        """Take one step of the local update rule on a batch, and return the loss of the data.
+    def step(self, x: Any, y: Any, penalty: Penalty | None = None) -> Tensor:
+        """Take one local step on a batch, and return the loss of the data.
 
         Args:
             x: inputs of the batch.
             y: labels of the batch.
             penalty: function of the model's outputs that is added to the loss in every pass.
-            first_objective: function of the outputs whose gradient finds the perturbation, in place of the loss's.
-
-        Raises:
-            ValueError: there is a `first_objective`, but `local_update` gave no direction that has a first gradient.
         """
         row = self._row
-        if first_objective is not None and not row.rows.variant.two_passes:
-            raise ValueError("first_objective needs a LocalUpdate whose direction is found by a gradient")
-        row.penalty, row.first_objective = penalty, first_objective
+        row.penalty = penalty
         if not self._is_new_batch:
             self.has_phases = True
         self._is_new_batch = False
         size = self._size_of(y)
         with row.client_errors:
-            loss = row.next_step(x, y, size)
-        self.backward_passes += row.task.update.backward_passes
+            losses = row.next_step(x, y, size)
         self._num_samples += size
         self._gradient_loss = None
-        return loss
+        return losses[0]
 
     def _size_of(self, y: Any) -> int:
         """Return the number of samples of a batch."""
         return len(y) if isinstance(y, Tensor) else self._batch_size
 
-    def gradient(self, x: Any, y: Any, penalty: Objective | None = None) -> Gradients:
+    def gradient(self, x: Any, y: Any, penalty: Penalty | None = None) -> Gradients:
         """Return the gradients at the present weights, where autograd left them.
 
         The model's buffers keep their values. The next `update` records the loss at the unperturbed weights.
@@ -172,9 +171,8 @@ class Client:
         row = self._row
         self.has_phases = True
         row.penalty = penalty
-        self.backward_passes += 1
         with row.client_errors:
-            loss, gradients = row.pass_without_buffers(x, y)
+            loss, gradients = row.keep_buffers(x, y)
         if self._first is None:
             self._gradient_loss = loss, self._size_of(y)
         return gradients
@@ -201,39 +199,39 @@ class Client:
 
         Args:
             gradients: gradients at `w`.
-            rho: radius, None for the local update's.
+            rho: radius, None for the step's.
 
         Raises:
-            ValueError: `local_update` gave no direction that is found by a gradient.
+            ValueError: `local_step` gave no step with two buffers.
         """
-        rows = self._row.rows
-        if not rows.variant.two_passes:
-            raise ValueError("perturb() needs local_update to return LocalUpdate(Direction.GRADIENT, rho=...)")
+        rows, adaptive = self._row.rows, bool(getattr(self._row.step, "adaptive", False))
+        if rows.w is None:
+            raise ValueError("perturb() needs local_step to return fed.SAM(rho=...)")
         if rho is None:
-            rows.perturb(gradients)
+            rows.perturb(gradients, adaptive)
         else:
-            radius = rows.hparams[0, 0, HParam.RHO]
+            radius = rows.column(HParam.RHO)
             usual = radius.clone()
             radius.fill_(rho)
-            rows.perturb(gradients)
-            radius.copy_(usual)  # other steps, and the row's next clients, have the local update's radius
+            rows.perturb(gradients, adaptive)
+            radius.copy_(usual)  # other steps, and the row's next clients, have the step's radius
         self._first = gradients
 
     def restore(self) -> None:
         """Return to the unperturbed weights without an update."""
-        self._row.z[0].copy_(self.w)
+        self._row.rows.restore()
         self._first = None
 
     def update(self, gradients: Gradients | Tensor) -> None:
         """Update the unperturbed weights by gradients or a row, with the run's clipping, momentum, weight decay and
-        learning rate, and the constants of `local_update`."""
+        learning rate, and the q, prox and weights of `local_step`'s step."""
         row = self._row
         if isinstance(gradients, Tensor):
             layout = row.setup.layout
             gradients = Gradients(layout.views(gradients), tuple(range(len(layout.segments))), layout.table)
-        if row.rows.variant.has_schedule:
-            row.set_schedule()
-        row.rows.update(gradients, self._first)
+        if row.step.key.has_rate:
+            row.set_rate()
+        row.rows.update(gradients, self._first if row.step.key.uses("b") else None)
         self._first = None
         row.k += 1
         if self._gradient_loss is not None:
@@ -241,7 +239,7 @@ class Client:
 
     def _record(self, loss: Tensor, size: int) -> None:
         """Record the loss of a batch of `size` samples."""
-        self._row.add_loss(loss, size)
+        self._row.add_loss(loss.view(1), size)
         self._num_samples += size
         self._gradient_loss = None
 
@@ -276,7 +274,7 @@ class Client:
         self.has_phases = True
         row.rows.restart(row.z[0].clone())
 
-    def begin(self, start: Tensor, update: LocalUpdate | None = None) -> None:
+    def begin(self, start: Tensor, step: Step | None = None) -> None:
         """Begin with another model of this client, from the weights `start` and the client's first buffers.
 
         The run records the first model. The loop returns what it needs of the new one. Epochs, steps and random numbers
@@ -284,17 +282,18 @@ class Client:
 
         Args:
             start: weights at the start.
-            update: constants of its steps; None for the constants of `local_update`.
+            step: its local step; None for the step of `local_step`.
         """
         if self._results is None:
             self._results = self._close(None)
         self.has_phases, self._epochs, self._num_samples = True, 0, 0
-        self._row.begin_again(self._task.update if update is None else update, start)
+        self._row.begin_again(self._task.own_step if step is None else step, start)
 
     def start_from(self, start: Tensor) -> None:
         """Begin at the weights `start` and measure `delta` from there, for methods with several global models."""
         row = self._row
         row.start = start
+        row.rows.put("start", start)
         row.rows.restart(start)
 
     def second_model(self, start: Tensor) -> SecondModel:
@@ -319,11 +318,8 @@ class Client:
                 the samples are not pairs (x, y).
         """
         self._row.passes.check_pairs()
-        if self._task.update.start is not None:
-            raise ValueError(
-                "a teacher needs clients that share all parameters, because it would have the initial values of local "
-                "parameters. Use another algorithm, or leave local_parameters out"
-            )
+        if self._task.step.start is not None:
+            raise ValueError(TEACHER_NEEDS)
         return self._row.teachers.get(index, weights, self._row.buffers)
 
     # --- results ---
@@ -332,7 +328,7 @@ class Client:
         """Return the results of the model that was trained so far. Raises ValueError at perturbed weights."""
         if self._first is not None:
             raise ValueError("the loop ended at perturbed weights. Call update() or restore() after perturb()")
-        return self._row.results(self._num_samples, self.backward_passes, extra)
+        return self._row.results(self._num_samples, extra)
 
     def results(self, extra: Mapping[str, Tensor] | None) -> ClientResults:
         """Return the results of the client, with the tensors that the loop returned."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import NamedTuple
@@ -13,14 +13,15 @@ from torch import Tensor
 from fastsam.fed.clients.samples import Tensors, tensors_of
 from fastsam.fed.executors.base import ClientError
 from fastsam.fed.executors.batch_gatherer import BatchGatherer, gather_together
-from fastsam.fed.executors.local_rows import LocalRows
-from fastsam.fed.executors.task import Task
-from fastsam.fed.update.local_update import ClientResults, Snapshot
+from fastsam.fed.executors.task import Task, WeightedBatch
 from fastsam.fed.update.model_copy import buffer_displacement
-from fastsam.fed.update.variant import StepVariant
+from fastsam.fed.update.results import ClientResults, Snapshot
+from fastsam.fed.update.rows import Rows
+from fastsam.fed.update.steps import Key, Step
+from fastsam.fed.update.watched import KeptRow
 
 Group = Sequence["ClientBlock"]  # blocks whose next batches have one shape
-WeightedBatch = tuple[Tensors, Sequence[float]]  # a batch of several clients, and its share in their means
+JointBatch = tuple[Tensors, Sequence[float]]  # a batch of several clients, and its share in their means
 
 
 class RowEnds(NamedTuple):
@@ -38,7 +39,7 @@ class ClientBlock:
     Attributes:
         tasks: tasks of the clients.
         slot, end: the first slot, and the slot after the last.
-        variant: variant of their steps.
+        step: a step of their key.
         sizes: number of samples of each batch of an epoch.
         shape_numbers: numbers of the shapes of a step, for a whole batch and for the last batch of an epoch.
         steps: number of local steps of a client.
@@ -47,7 +48,7 @@ class ClientBlock:
         batches: the batches of such a client.
         snapshots: copied rows of each client.
         k: number of steps taken.
-        extra_backward_passes: number of backward passes before the first step.
+        backward_passes: number of backward passes of a client.
         error: error for which its clients are excluded.
         failures: errors for which single clients are excluded, by their places among the tasks.
         ends: the deltas and squared norms of its clients, if the last steps were native.
@@ -57,7 +58,7 @@ class ClientBlock:
     tasks: Sequence[Task]
     slot: int
     end: int
-    variant: StepVariant
+    step: Step
     sizes: Sequence[int]
     shape_numbers: tuple[int, int]
     steps: int
@@ -66,7 +67,7 @@ class ClientBlock:
     batches: Iterator[Tensors]
     snapshots: Sequence[dict[int, Snapshot]]
     k: int = 0
-    extra_backward_passes: int = 0
+    backward_passes: int = 0
     error: ClientError | None = None
     failures: dict[int, ClientError] = field(default_factory=dict)
     ends: RowEnds | None = None
@@ -79,16 +80,26 @@ class ClientBlock:
         return task.work.tensors if store is None else store.tensors
 
     @property
+    def key(self) -> Key:
+        """The key of their steps."""
+        return self.step.key
+
+    @property
     def epoch(self) -> int:
         """Number of steps of an epoch."""
         return len(self.sizes)
+
+    @property
+    def rates(self) -> list[float]:
+        """The learning rates of the clients' next step."""
+        return [task.lr_of_step(self.k, self.steps) for task in self.tasks]
 
     def steps_of_sizes(self, sizes: Container[int]) -> int:
         """Return how many of its next steps have batches of such sizes, one learning rate and one epoch, or begin with
         an epoch and are all that are left."""
         first, last, place = self.sizes[0], self.sizes[-1], self.k % self.epoch
         num_full = self.epoch - (last != first)
-        if self.variant.has_schedule:
+        if self.key.has_rate:
             return int(self.sizes[place] in sizes)
         if first in sizes and last in sizes:
             return self.steps - self.k if place == 0 else min(self.epoch - place, self.steps - self.k)
@@ -119,13 +130,13 @@ class ClientBlock:
         except Exception as error:
             raise client_error([self], error) from error
 
-    def at_start(self) -> Iterator[WeightedBatch]:
-        """Yield every client's batches for its gradient at the start, each `[clients, batch, ...]`. Raises
+    def at_start(self, batches_of: Callable[[Task], Iterator[WeightedBatch]]) -> Iterator[JointBatch]:
+        """Yield every client's batches for a gradient before its first step, each `[clients, batch, ...]`. Raises
         ClientError."""
         try:
             for task in self.tasks:
                 task.work.open()
-            for batches in zip(*(task.batches_at_start() for task in self.tasks), strict=True):
+            for batches in zip(*(batches_of(task) for task in self.tasks), strict=True):
                 tensors = zip(*(tensors_of(batch) for *batch, _ in batches), strict=True)
                 yield tuple(map(torch.stack, tensors)), [share for *_, share in batches]
         except Exception as error:
@@ -146,31 +157,32 @@ class Schedules:
 
     def __init__(self) -> None:
         self._known: dict[tuple[object, ...], BatchSchedule] = {}
-        # numbers of shapes of a step: variant, samples of a batch, shapes of samples
+        # numbers of shapes of a step: key, samples of a batch, shapes of samples
         self._shape_numbers: dict[tuple[object, ...], int] = {}
 
-    def of(self, task: Task, variant: StepVariant) -> BatchSchedule:
-        """Return the schedule of a task's batches in steps of `variant`."""
+    def of(self, task: Task) -> BatchSchedule:
+        """Return the schedule of a task's batches."""
         is_stored = task.setup.population.clients.store is not None  # in a store all samples are alike
         shapes = () if is_stored else tuple(t.shape[1:] for t in task.work.tensors)
-        key = (variant, task.work.samples, *shapes)
+        step = task.step.key
+        key = (step, task.work.samples, *shapes)
         schedule = self._known.get(key)
         if schedule is None:
             sizes, batch_sizes, numbers = task.work.sizes, task.work.batch_sizes(), self._shape_numbers
-            full, last = (numbers.setdefault((variant, n, *shapes), len(numbers)) for n in (sizes[0], sizes[-1]))
+            full, last = (numbers.setdefault((step, n, *shapes), len(numbers)) for n in (sizes[0], sizes[-1]))
             schedule = self._known[key] = BatchSchedule(sizes, (full, last), len(batch_sizes), sum(batch_sizes))
         return schedule
 
 
-def block_of(tasks: Sequence[Task], slot: int, variant: StepVariant, schedules: Schedules) -> ClientBlock:
-    """Return a block of tasks of one key (see `gather_keys`), whose steps are of `variant`, from slot `slot` on."""
-    first, schedule = tasks[0], schedules.of(tasks[0], variant)
+def block_of(tasks: Sequence[Task], slot: int, schedules: Schedules) -> ClientBlock:
+    """Return a block of tasks of one key (see `gather_keys`), whose steps are of one key too, from slot `slot` on."""
+    first, schedule = tasks[0], schedules.of(tasks[0])
     has_gatherer = first.setup.population.augment is None
     gatherer = BatchGatherer([task.work for task in tasks]) if has_gatherer else None
     batches = iter(()) if has_gatherer else first.work.batches()
     snapshots: list[dict[int, Snapshot]] = [{} for _ in tasks]
     return ClientBlock(
-        tasks, slot, slot + len(tasks), variant, *schedule, gatherer, batches, snapshots
+        tasks, slot, slot + len(tasks), first.step, *schedule, gatherer, batches, snapshots
     )  # fmt: skip
 
 
@@ -207,32 +219,30 @@ def next_batch(blocks: Group) -> Tensors:
     return tuple(map(torch.cat, zip(*(block.batch() for block in blocks), strict=True)))
 
 
-def rows_to_keep(blocks: Sequence[ClientBlock]) -> list[tuple[int, dict[int, Snapshot], int]]:
+def rows_to_keep(blocks: Sequence[ClientBlock]) -> list[KeptRow]:
     """Return the rows that are copied before the next step, counted over all blocks, each with the dict for its
     snapshot and the number of the step."""
     clients = [(block.k, *pair) for block in blocks for pair in zip(block.tasks, block.snapshots, strict=True)]
     return [(row, snapshots, k) for row, (k, task, snapshots) in enumerate(clients) if k in task.snapshots]
 
 
-def results_of(
-    blocks: Sequence[ClientBlock], rows: LocalRows, start: Tensor, buffers: Sequence[Tensor]
-) -> ClientResults:
-    """Return the results of clients in `rows`. Their steps are of one variant, and no buffer was changed."""
-    update, clients = blocks[0].tasks[0].update, [task.client for task in tasks_of(blocks)]
+def results_of(blocks: Sequence[ClientBlock], rows: Rows, buffers: Sequence[Tensor]) -> ClientResults:
+    """Return the results of clients in `rows`. Their steps are of one sort, and no buffer was changed."""
+    step, clients = blocks[0].step, [task.client for task in tasks_of(blocks)]
     block_of_client = [block for block in blocks for _ in block.tasks]
     buffer_deltas = buffer_displacement(buffers, buffers) if buffers else None
     delta, squares = _joined_ends(blocks) or (None, None)
     return ClientResults(
         client_ids=clients,
         num_steps=[block.k for block in block_of_client],
-        backward_passes=[block.k * update.backward_passes + block.extra_backward_passes for block in block_of_client],
+        backward_passes=[block.backward_passes for block in block_of_client],
         losses=rows.losses.clone(),
         num_samples=[block.num_samples for block in block_of_client],
         buffers=None if buffer_deltas is None else buffer_deltas.expand(len(clients), -1),
         snapshots=[snapshots for block in blocks for snapshots in block.snapshots],
         start=_starts(tasks_of(blocks)),
         squares=squares,
-        **rows.results(start, delta),
+        **rows.results(step.state is not None, delta),
     )
 
 
@@ -258,11 +268,12 @@ def places_of_results(blocks: Sequence[ClientBlock]) -> list[int]:
 
 def _starts(tasks: Sequence[Task]) -> Tensor | None:
     """Return the weights at which clients start, `[tasks, row_size]`, or None if they start at the global model."""
-    first = tasks[0].update.start
-    if first is not None and first.dim() == 1 and all(task.update.start is first for task in tasks):
+    first = tasks[0].step.start
+    if first is None:
+        return None
+    if first.dim() == 1 and all(task.step.start is first for task in tasks):
         return first.expand(len(tasks), -1)
-    starts = [start for task in tasks if (start := task.vector("start")) is not None]
-    return torch.stack(starts) if starts else None
+    return torch.stack([task.start(first) for task in tasks])
 
 
 def client_error(blocks: Sequence[ClientBlock], error: Exception) -> ClientError:

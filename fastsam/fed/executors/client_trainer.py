@@ -3,22 +3,27 @@ steps."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from fastsam.fed.executors.base import ClientError
-from fastsam.fed.executors.extra_models import SecondModel, Teachers
-from fastsam.fed.executors.gradient_passes import Gradients, Objective, Passes
-from fastsam.fed.executors.local_rows import LocalRows
+from fastsam.fed.executors.extra_models import TEACHER_NEEDS, SecondModel, Teachers
+from fastsam.fed.executors.gradient_passes import ModelPasses, Penalty
 from fastsam.fed.executors.randomness import PassRandomness
-from fastsam.fed.executors.row_memory import RowMemory
-from fastsam.fed.executors.task import Setup, Task
-from fastsam.fed.executors.torch_updates import TorchRows
-from fastsam.fed.update.local_update import ClientResults, LocalUpdate, Snapshot
+from fastsam.fed.executors.task import Setup, Task, WeightedBatch
+from fastsam.fed.update.gradients import Gradients
 from fastsam.fed.update.model_copy import Replica, buffer_displacement
+from fastsam.fed.update.passes import ONLY_IN_BEGIN, ONLY_IN_STEP, Objective
+from fastsam.fed.update.results import ClientResults, Snapshot
+from fastsam.fed.update.rows import Rows
+from fastsam.fed.update.steps import Step
+from fastsam.fed.update.torch_rows import TorchRows
+from fastsam.fed.update.watched import take_step
 
 
 class ClientErrors:
@@ -35,40 +40,60 @@ class ClientErrors:
             raise ClientError.from_error([task.client], task.round, self._row.k, error) from error
 
 
-class ClientTrainer:
-    """Two buffers: `z`, which the model's parameters view, and `w`, the unperturbed weights, for steps that perturb by
-    a gradient.
+_WRITES = (
+    "a forward pass writes trained parameters in place, and the step has passes at perturbed weights first, or before "
+    "the first step, which would lose what is written. Compute the value in forward(), as "
+    "torch.nn.utils.parametrizations do, or use FedAvg or FedSAM, say"
+)
 
-    Perturbing writes `z = w + eps`, updating writes the new `w` into both: no pass only restores, no `eps` is stored,
-    and nothing is rounded twice. Without such a perturbation `z` is the only buffer. A constant perturbation p is a
-    shift of the whole round: the row starts at `w^t + p` and takes ordinary steps there. p is taken out of the terms
-    that belong to `w`: it is folded into q where clipping allows, else passed as `shift`. Gradients are read where
-    autograd left them; a parameter without a gradient in a pass is left out of the calls that use it. Nothing in a step
-    waits for the device.
+
+class ClientTrainer:
+    """One client at a time in one row: the rows, the model whose parameters view them, and the passes of its steps
+    (`Passes`). A step is `step(rows, trainer)`.
+
+    Perturbing writes `z = w + eps`, updating writes the new `w` into both buffers: no pass only restores, no `eps` is
+    stored, and nothing is rounded twice. A step that does not perturb has one buffer. Gradients are read where autograd
+    left them; a parameter without a gradient in a pass is left out of the calls that use it. Nothing in a step waits
+    for the device.
 
     Use: `open(task, ...)`, `next_step` for each of `batches` in the context `client_errors`, then `close()`. A loop of
     the algorithm uses a row through `fastsam.fed.executors.client.Client`.
+
+    Attributes:
+        k: number of steps taken.
+        backward_passes: number of backward passes of the client.
+        limit: largest number of batches before the first step, None for all; for trials.
     """
 
     task: Task
+    step: Step
     snapshots: dict[int, Snapshot]
     batches: Iterator[tuple[Any, Any]]
 
-    def __init__(self, setup: Setup, random: PassRandomness | None = None, rows: LocalRows | None = None) -> None:
+    def __init__(
+        self,
+        setup: Setup,
+        random: PassRandomness | None = None,
+        rows: Rows | None = None,
+        limit: int | None = None,
+    ) -> None:
         # An optimizer of torch makes the updates if the kernels do not have its rule.
-        kind = TorchRows if setup.rule is None else LocalRows
-        self.setup, self.rows = setup, kind(RowMemory(setup, 1), slice(0, 1)) if rows is None else rows
+        own_rows = TorchRows(setup) if setup.rule is None else Rows(setup)
+        self.setup, self.rows = setup, own_rows if rows is None else rows
         self.z = self.rows.z
         self.replica = Replica(setup.model, setup.layout, self.z[0])
         if isinstance(self.rows, TorchRows):
             self.rows.parameters = self.replica.parameters
-        self.passes = Passes(self.replica, setup.layout, setup.loss)
+        self.passes = ModelPasses(self.replica, setup.layout, setup.loss)
         self.random = PassRandomness(setup.device) if random is None else random
         self.client_errors = ClientErrors(self)
-        self.penalty: Objective | None = None  # replaces the loss in the next steps (see `Client.step`)
-        self.first_objective: Objective | None = None
-        self.teachers = Teachers(setup, self.rows)
+        self.penalty: Penalty | None = None  # is added to the loss in the next steps (see `Client.step`)
+        self.teachers = Teachers(setup)
         self.second_model: SecondModel | None = None
+        self.limit, self.backward_passes = limit, 0
+        self._batch: tuple[Any, Any] | None = None  # the batch of a step, None in `begin`
+        self._is_first_pass, self._has_rate = True, False
+        self._changes_model = setup.writes_parameters or bool(self.replica.buffers)
         self._num_samples: int | None = None
         self.replica.module.train()
 
@@ -79,79 +104,81 @@ class ClientTrainer:
         self.set_task(task, start, buffers)
         for buffer, start_value in zip(self.replica.buffers, self.buffers, strict=True):
             buffer.copy_(start_value)
-        self.rows.begin([task], self.start)
-        self.begin_steps()
+        self.random.begin(task)  # a model may draw in the passes before the first step too
+        self.begin_step(task.own_step, start)
+        self.batches = task.work.batches()
+
+    def begin_step(self, step: Step, w: Tensor) -> None:
+        """Begin with a step at the weights `w`, which it may replace."""
+        self.step, self._has_rate = step, step.key.has_rate
+        step.begin(self.rows, w, self.task.lr, self)
 
     def set_task(self, task: Task, start: Tensor, buffers: Sequence[Tensor]) -> None:
         """Set the task, and compute its numbers on the host. See `open`."""
-        start_vector = None if task.update.start is None else task.vector("start")
-        self.task, self.start, self.buffers = (
-            task,
-            start if start_vector is None else start_vector,
-            task.buffers(buffers),
-        )
-        self._global_weights = start
-        if self.setup.writes_parameters and not task.update.constants.variant.serves_writes:
-            raise ValueError(
-                "a forward pass writes trained parameters in place, which this round's local update would lose. It has "
-                "passes at perturbed weights, or before the first step. Compute the value in forward()"
-            )
-        self.k, self.extra_backward_passes, self.snapshots = 0, 0, {}
+        self.task, self.start, self.buffers = task, task.start(start), task.buffers(buffers)
+        self.step, self._global_weights, self._has_rate = task.step, start, task.step.key.has_rate
+        self.k, self.backward_passes, self.snapshots, self._batch = 0, 0, {}, None
+        self.teachers.clear()
         if task.setup.population.clients.is_batched:
             with self.client_errors:
                 task.work.open()
         self._measure(task)
 
-    def begin_steps(self) -> None:
-        """Compute what the first step needs, when weights, vectors and buffers are in place."""
-        task = self.task
-        self.random.begin(task)  # a model may draw in the passes of the first gradient too
-        if self.rows.variant.has_first_gradient:
-            self._first_gradient()
-        if self.rows.variant.constant and (e := task.vector("direction_vector")) is not None:
-            self.rows.start_shifted(e)
-        self.batches = task.work.batches()
-
     def next_step(self, x: Any, y: Any, size: int) -> Tensor:
-        """Take the next local step on a batch of `size` samples, and return the loss."""
-        if self.rows.variant.has_schedule:
-            self.set_schedule()
-        loss = self.step(x, y)
-        self.add_loss(loss, size)
-        self.k += 1
-        return loss
+        """Take the next local step on a batch of `size` samples, record its losses `[1]`, and return them."""
+        losses = self.run_step(x, y)
+        self.add_loss(losses, size)
+        return losses
 
-    def add_loss(self, loss: Tensor, size: int) -> None:
+    def run_step(self, x: Any, y: Any) -> Tensor:
+        """Take the next local step on a batch, and return the losses `[1]`."""
+        rows, step, k = self.rows, self.step, self.k
+        if self._has_rate:
+            self.set_rate()
+        self._batch, self._is_first_pass = (x, y), True
+        # A captured step must do the same in every replay, and a loop may end after any step.
+        rows.may_end = k == self.last or rows.copies or self.task.loop is not None
+        if k in self.task.snapshots:
+            losses = take_step(step, rows, self, [(0, self.snapshots, k)])
+        else:
+            losses = step(rows, self)
+        self.k = k + 1
+        return losses
+
+    def add_loss(self, losses: Tensor, size: int) -> None:
         """Add the loss of a batch of `size` samples to the client's sum, in float64 and in the order of the steps."""
-        self.rows.losses.add_(loss, alpha=size)
+        self.rows.losses.add_(losses, alpha=size)
+
+    def set_rate(self) -> None:
+        """Set the learning rate of the next step, for steps that have their own."""
+        self.rows.set_rates([self.task.lr_of_step(min(self.k, self.last), self.last + 1)])
 
     def close(self) -> ClientResults:
         """Return the results of the client in new memory."""
-        return self.results(self.num_samples, self.backward_passes)
+        return self.results(self.num_samples)
 
-    @property
-    def backward_passes(self) -> int:
-        """Number of backward passes of the client, without passes that a loop of the algorithm makes."""
-        return self.k * self.task.update.backward_passes + self.extra_backward_passes
-
-    def results(
-        self, num_samples: int, backward_passes: int, extra: Mapping[str, Tensor] | None = None
-    ) -> ClientResults:
-        """Return the results of the client, with these counts and the tensors of a loop."""
+    def results(self, num_samples: int, extra: Mapping[str, Tensor] | None = None) -> ClientResults:
+        """Return the results of the client, with the number of samples and the tensors of a loop."""
         self.check_model()
         buffers = self.replica.buffers
         return ClientResults(
             client_ids=(self.task.client,),
             num_steps=(self.k,),
-            backward_passes=(backward_passes,),
+            backward_passes=(self.backward_passes,),
             losses=self.rows.losses.clone(),
             num_samples=(num_samples,),
             buffers=buffer_displacement(buffers, self.buffers)[None] if buffers else None,
             snapshots=(self.snapshots,),
             start=None if self.start is self._global_weights else self.start[None],
             extra=extra or {},
-            **self.rows.results(self.start),
+            **self.rows.results(self.step.state is not None),
         )
+
+    @property
+    def vectors(self) -> int:
+        """The number of vectors of the size of the weights in the client's training, one gradient included."""
+        second = 0 if self.second_model is None else self.second_model.vectors
+        return self.rows.vectors + 1 + len(self.teachers) + second
 
     def check_model(self) -> None:
         """Raise ClientError if a pass of the client has left the model in a state that the next client would see."""
@@ -159,26 +186,18 @@ class ClientTrainer:
         if problem is not None:
             raise ClientError.from_model([self.task.client], self.task.round, self.k, problem)
 
-    def begin_again(self, update: LocalUpdate, start: Tensor) -> None:
+    def begin_again(self, step: Step, start: Tensor) -> None:
         """Begin with another model of the same client, from the weights `start` and the client's first buffers.
 
         Raises:
-            ValueError: a vector of the step is not like the weights.
+            ValueError: a tensor of the step is not like the weights.
         """
-        for name in update.constants.vectors:
-            v = getattr(update, name)
-            if v.dim() > 2 or v.shape[-1:] != start.shape or v.dtype != start.dtype or v.device != start.device:
-                raise ValueError(
-                    f"LocalUpdate.{name} must be {start.dtype} [{len(start)}] on {start.device} (like the server's w), "
-                    f"got {v.dtype} {list(v.shape)} on {v.device}"
-                )
-        self.task, self.start = replace(self.task, update=update, snapshots=frozenset()), start
-        self.k = 0
+        step.check(start, 1)
+        self.task = replace(self.task, step=step, row=0, snapshots=frozenset())
+        self.start, self.k, self._batch = start, 0, None
         for buffer, first in zip(self.replica.buffers, self.buffers, strict=True):
             buffer.copy_(first)
-        self.rows.begin([self.task], start)
-
-    # --- its beginning ---
+        self.begin_step(step, start)
 
     def _measure(self, task: Task) -> None:
         """Compute the number of steps, and of samples in each."""
@@ -187,53 +206,103 @@ class ClientTrainer:
             self._num_samples, self.batch_sizes = samples, task.work.batch_sizes()
             self.last, self.num_samples = len(self.batch_sizes) - 1, sum(self.batch_sizes)
 
-    def _first_gradient(self) -> None:
-        """Compute the gradient at the start, over all samples or a pilot's batches, and set a pilot's radius."""
-        task, pilot = self.task, self.task.update.pilot
-        self.rows.clear_first()
-        with self.client_errors, self.passes.evaluation():
-            for x, y, share in task.batches_at_start():
-                self.rows.add_first(self.passes.run(x, y)[1], share)
-                self.extra_backward_passes += 1
-        if pilot is not None:
-            self.rows.set_radius(pilot)
+    # --- passes (see `fastsam.fed.update.passes.Passes`) ---
 
-    # --- a step ---
+    def __call__(self, objective: Objective | None = None, *operands: Tensor) -> tuple[Tensor, Gradients]:
+        """Run a pass of the present step. Only the first one changes the model: BatchNorm statistics, and weights that
+        a forward pass writes in place. A write at perturbed weights is restored with the weights."""
+        batch, is_first = self._batch, self._is_first_pass
+        if batch is None:
+            raise ValueError(ONLY_IN_STEP)
+        self._is_first_pass = False
+        run = self._run_changing if self._changes_model else self.run_pass
+        loss, gradients = run(*batch, objective, operands, is_first=is_first)
+        return loss.view(1), gradients
 
-    def set_schedule(self) -> None:
-        """Set the learning rate of the next step, for constants with a schedule."""
-        self.rows.set_schedule([self.task.lr_of_step(min(self.k, self.last), self.last + 1)])
-
-    def step(self, x: Any, y: Any) -> Tensor:
-        """Take step `k` on a batch, and return the loss. Copy the row if a stage reads it."""
-        kept = [(0, self.snapshots, self.k)] if self.k in self.task.snapshots else ()
-        # A captured step must do the same in every replay, and a loop may end after any step.
-        writes_eps = self.k == self.last or self.rows.copies or self.task.loop is not None
-        return self.rows.step(self._pass, x, y, kept, writes_eps)
-
-    def _pass(self, x: Any, y: Any, is_second: bool) -> tuple[Tensor, Gradients]:
-        """Run a pass of a step. Only the pass at the unperturbed weights changes the model: BatchNorm statistics, and
-        weights that a forward pass writes in place. A write at perturbed weights is restored with the weights."""
-        result = self.pass_without_buffers(x, y) if is_second else self.run_pass(x, y, self.first_objective)
-        if self.setup.writes_parameters and self.rows.w is not None:
-            source, target = (self.rows.w, self.z) if is_second else (self.z, self.rows.w)
+    def _run_changing(
+        self, x: Any, y: Any, objective: Objective | None, operands: Sequence[Tensor], is_first: bool
+    ) -> tuple[Tensor, Gradients]:
+        """Run a pass of a model with buffers, or whose forward pass writes weights."""
+        writes = self.setup.writes_parameters
+        if writes and is_first and self.rows.is_moved:
+            raise ValueError(_WRITES)
+        result = (self.run_pass if is_first else self.keep_buffers)(x, y, objective, operands)
+        if writes and self.rows.w is not None:
+            source, target = (self.z, self.rows.w) if is_first else (self.rows.w, self.z)
             target.copy_(source)
         return result
 
-    def run_pass(self, x: Any, y: Any, objective: Objective | None = None) -> tuple[Tensor, Gradients]:
+    def first(self, batches: int) -> tuple[Tensor, Tensor]:
+        """See `Passes.first`."""
+        norms = torch.zeros(1, 1, dtype=torch.float64, device=self.z.device)
+        return self._mean(self.task.first_batches(batches), norms), norms
+
+    def all(self) -> Tensor:
+        """See `Passes.all`."""
+        return self._mean(self.task.all_batches())
+
+    def _mean(self, batches: Iterable[WeightedBatch], norms: Tensor | None = None) -> Tensor:
+        """Return the mean gradient `[1, row_size]` over batches, and add their norms to `norms`."""
+        if self._batch is not None:
+            raise ValueError(ONLY_IN_BEGIN)
+        if self.setup.writes_parameters:
+            raise ValueError(_WRITES)
+        total, count = torch.zeros_like(self.z), 0
+        with self.client_errors, self.passes.evaluation():
+            for x, y, share in batches:
+                _, gradients = self.passes.run(x, y)
+                count += 1
+                if share:  # a batch without a label has no gradient
+                    gradients.add_to(total, self.rows.layout, share)
+                    if norms is not None:
+                        norms.add_(gradients.norms(1)[:, None], alpha=share)
+                if count == self.limit:
+                    break
+        self.backward_passes += count
+        return total
+
+    def outputs_of(self, w: Tensor) -> Tensor:
+        """See `Passes.outputs_of`.
+
+        Raises:
+            ValueError: samples come in batches; or parameters stay with the clients, and `w` is not the client's start.
+        """
+        if self._batch is None:
+            raise ValueError(ONLY_IN_STEP)
+        self.passes.check_pairs()
+        if self.random.draws:  # a teacher may draw in evaluation mode too
+            self.random.seed_pass(self.task, self.k)
+        if self.task.step.start is not None and w.data_ptr() != self.rows["start"].data_ptr():
+            raise ValueError(TEACHER_NEEDS)
+        get = self.teachers.over if self.rows.copies else partial(self.teachers.get, 0)
+        with torch.no_grad():
+            outputs: Tensor = get(w[0], self.buffers)(self._batch[0])
+        return outputs[None]
+
+    def run_pass(
+        self,
+        x: Any,
+        y: Any,
+        objective: Objective | None = None,
+        operands: Sequence[Tensor] = (),
+        is_first: bool = True,
+    ) -> tuple[Tensor, Gradients]:
         """Run a forward and backward pass of step `k`: of the loss, or of `objective` if it is given."""
+        self.backward_passes += 1
         if self.random.draws:
             self.random.seed_pass(self.task, self.k)
         if self.penalty is None and objective is None:
             return self.passes.run(x, y)
-        return self.passes.run_objective(x, y, self.penalty, objective)
+        return self.passes.run_objective(x, y, objective, [t[0] for t in operands], self.penalty)
 
-    def pass_without_buffers(self, x: Any, y: Any) -> tuple[Tensor, Gradients]:
+    def keep_buffers(
+        self, x: Any, y: Any, objective: Objective | None = None, operands: Sequence[Tensor] = ()
+    ) -> tuple[Tensor, Gradients]:
         """Run a pass after which the buffers have their values again."""
         if not self.replica.buffers:
-            return self.run_pass(x, y)
+            return self.run_pass(x, y, objective, operands)
         copies = self.replica.copy_of_buffers()
-        result = self.run_pass(x, y)
+        result = self.run_pass(x, y, objective, operands)
         for buffer, value in zip(self.replica.buffers, copies, strict=True):
             buffer.copy_(value)
         return result

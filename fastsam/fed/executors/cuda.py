@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 
 from fastsam.fed.executors.base import ClientError
 from fastsam.fed.executors.task import Task
-from fastsam.fed.update.local_update import VECTORS, ClientResults
+from fastsam.fed.update.results import ClientResults
 
 log = logging.getLogger("fastsam.fed")
 
@@ -214,17 +214,18 @@ def _no_collection() -> Iterator[None]:
             gc.enable()
 
 
-def vectors(task: Task) -> tuple[Tensor | None, ...]:
-    """Return the tensors that the local work of a client reads, in its LocalUpdate and in a loop."""
-    update, of_loop = task.update, () if task.loop is None else task.loop.tensors
-    state = (update.optimizer_state or {}).values()
-    return *(getattr(update, name) for name in VECTORS), *(update.buffers or ()), *state, *of_loop
+def vectors(task: Task) -> list[Tensor]:
+    """Return the tensors that the local work of a client reads, in its step and in a loop."""
+    step, of_loop = task.step, () if task.loop is None else task.loop.tensors
+    numbers = [x for x in step.numbers().values() if isinstance(x, Tensor)]
+    return [*step.tensors.values(), *numbers, *(step.buffers or ()), *(step.state or {}).values(), *of_loop]
 
 
 def tensors(results: ClientResults) -> list[Tensor]:
     """Return the tensors of a ClientResults."""
-    result = [getattr(results, f.name) for f in fields(results)] + list(results.extra.values())
-    result += (results.optimizer_state or {}).values()
+    result = [getattr(results, f.name) for f in fields(results)]
+    for mapping in (results.extra, results.outputs, results.optimizer_state or {}):
+        result += mapping.values()
     result += [t for snapshot in results.snapshots or () for s in snapshot.values() for t in (s.w, s.eps)]
     return [t for t in result if isinstance(t, Tensor) and t.device.type != "cpu"]
 
@@ -248,8 +249,8 @@ def group_by_fields(parts: Iterable[ClientResults]) -> list[list[ClientResults]]
     """Return results that have the same fields, in groups."""
     groups: dict[Hashable, list[ClientResults]] = {}
     for part in parts:
-        tensors = [*sorted(part.extra.items()), *sorted((part.optimizer_state or {}).items())]
-        shapes = tuple((name, x.shape) for name, x in tensors)
+        tensors = [*part.extra.items(), *part.outputs.items(), *(part.optimizer_state or {}).items()]
+        shapes = tuple(sorted((name, x.shape) for name, x in tensors))
         key = tuple(getattr(part, f.name) is None for f in fields(part)), shapes
         groups.setdefault(key, []).append(part)
     return list(groups.values())

@@ -12,14 +12,14 @@ from torch import Tensor
 from fastsam.fed.clients.samples import Tensors
 from fastsam.fed.executors.client_block import ClientBlock
 from fastsam.fed.executors.cuda import Cuda
-from fastsam.fed.executors.local_rows import LocalRows
 from fastsam.fed.executors.replay import Function, Replays
 from fastsam.fed.executors.task import Setup
+from fastsam.fed.update.rows import Rows
 
 MAX_GRAPHS = 16  # graphs, each with its own memory; later sorts train step by step
 _EAGER_EPOCHS = 2  # epochs before a capture, because libraries set up on first use and that cannot be captured
 
-Step = Callable[[Tensors, bool], None]  # function of a batch, and whether it is the last step
+TakeStep = Callable[[Tensors], object]  # function of a batch
 
 
 class CapturedEpoch(NamedTuple):
@@ -52,15 +52,14 @@ class EpochGraphs:
         self.cuda.synchronize()
         self._graphs.clear()
 
-    def train(self, block: ClientBlock, rows: LocalRows, replays: Replays, step: Step) -> bool:
-        """Run the block's next epoch in the rows of `rows`, whose variant is set. Return False if its steps must
+    def train(self, block: ClientBlock, rows: Rows, replays: Replays, step: TakeStep) -> bool:
+        """Run the block's next epoch in the rows of `rows`, whose key is set. Return False if its steps must
         be taken one by one."""
         if block.k % block.epoch or block.gatherer is None or block.tasks[0].setup.population.clients.store is None:
             return False
         if any(task.snapshots for task in block.tasks) or block.k + block.epoch > block.steps:
             return False
-        ends = rows.variant.has_dual and block.k + block.epoch == block.steps
-        key = (rows.part.start, rows.part.stop, rows.variant, block.tasks[0].work.samples, ends)
+        key = (rows.place.start, rows.place.stop, rows.key, block.tasks[0].work.samples)
         epoch = self._graphs.get(key)
         functions = () if epoch is not None else self._functions(key, block, replays)
         if functions is None:
@@ -85,17 +84,16 @@ class EpochGraphs:
         return None if is_eager or len(self._graphs) == MAX_GRAPHS or len(functions) < len(passes) else functions
 
     def _capture(
-        self, block: ClientBlock, places: Tensor, functions: tuple[Function, ...], step: Step
+        self, block: ClientBlock, places: Tensor, functions: tuple[Function, ...], step: TakeStep
     ) -> CapturedEpoch:
         samples = block.samples
-        sizes, ends = block.sizes, block.k + block.epoch == block.steps
 
         def work() -> None:
             offset = 0
-            for number, size in enumerate(sizes):
+            for size in block.sizes:
                 indices = places[:, offset : offset + size]
                 batch = tuple(t.index_select(0, indices.flatten()).unflatten(0, indices.shape) for t in samples)
-                step(batch, ends and number + 1 == len(sizes))
+                step(batch)
                 offset += size
 
         return CapturedEpoch(self.cuda.capture(work, self.stream), places, (samples, functions))

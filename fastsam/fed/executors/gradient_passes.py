@@ -14,9 +14,15 @@ from fastsam.arena import Layout
 from fastsam.fed.clients.batch_loss import BatchLoss
 from fastsam.fed.clients.population import Loss
 from fastsam.fed.executors import stacked_masks
+from fastsam.fed.update.gradients import Gradients
 from fastsam.fed.update.model_copy import Replica
+from fastsam.fed.update.passes import Objective
 
-Objective = Callable[[Tensor], Tensor]  # function of a model's outputs that returns a scalar tensor
+Penalty = Callable[[Tensor], Tensor]  # function of a model's outputs that returns a scalar tensor
+NEEDS_PAIRS = (
+    "a term of the model's outputs needs inputs x of pairs (x, y), but the samples come in batches. Use another "
+    "algorithm"
+)
 
 
 def check_scalar(loss: object) -> Tensor:
@@ -28,41 +34,7 @@ def check_scalar(loss: object) -> Tensor:
     raise ValueError(f"loss(model(x), y) must be a scalar tensor (the mean over the batch), got {description}")
 
 
-class Gradients:
-    """The gradients of one backward pass, where autograd left them, and the table of the parameters that have one."""
-
-    def __init__(self, tensors: list[Tensor], slots: tuple[int, ...], table: Tensor) -> None:
-        self.tensors, self.slots, self.table = tensors, slots, table
-
-    def norms(self, rows: int) -> Tensor:
-        """Return the norms of the gradients of each row, float64 `[rows]`."""
-        squares = [g.reshape(rows, -1).double().square().sum(1) for g in self.tensors]
-        return torch.stack(squares).sum(0).sqrt()
-
-    def of_rows(self, rows: slice) -> Gradients:
-        """Return the gradients `[rows, *shape]` of some rows."""
-        return Gradients([g[rows] for g in self.tensors], self.slots, self.table)
-
-    @classmethod
-    def join(cls, parts: Sequence[Gradients], layout: Layout) -> Gradients:
-        """Return the gradients of several parts of the rows, of the same parameters, next to each other."""
-        first, rows, tensors = parts[0], sum(len(part.tensors[0]) for part in parts), []
-        for slot, column in zip(first.slots, zip(*(part.tensors for part in parts), strict=True), strict=True):
-            segment, g = layout.segments[slot], column[0]
-            strides = (segment.length, *segment.stride)
-            out = torch.empty_strided((rows, *segment.shape), strides, dtype=g.dtype, device=g.device)
-            tensors.append(torch.cat(column, out=out))
-        return cls(tensors, first.slots, first.table)
-
-    def like(self, template: Gradients) -> list[Tensor]:
-        """Return these gradients for the parameters of `template`, zeros for missing ones."""
-        if self.slots == template.slots:
-            return self.tensors
-        by_slot = dict(zip(self.slots, self.tensors, strict=True))
-        return [by_slot.get(i, torch.zeros_like(t)) for i, t in zip(template.slots, template.tensors, strict=True)]
-
-
-class Passes:
+class ModelPasses:
     """Runs the loss and its backward pass on a replica. A parameter without a gradient in a pass is left out of its
     `Gradients`."""
 
@@ -100,27 +72,27 @@ class Passes:
             return check_scalar(self.loss(module(x), y) if of_batch is None else of_batch(module, x))
 
     def run_objective(
-        self, x: Any, y: Any, penalty: Objective | None = None, objective: Objective | None = None
+        self,
+        x: Any,
+        y: Any,
+        objective: Objective | None,
+        operands: Sequence[Tensor] = (),
+        penalty: Penalty | None = None,
     ) -> tuple[Tensor, Gradients]:
-        """Run a pass as `run`, with the gradient of another function of the outputs: of the loss plus a penalty, or of
-        an objective in its place. Raises ValueError if samples come in batches that only the loss can read."""
+        """Run a pass as `run`, with the gradient of an objective of loss, outputs, labels and operands in place of the
+        loss's, and of a penalty in addition. Raises ValueError if samples come in batches that only the loss reads."""
         self.check_pairs()
         with self._masks:
             outputs = self.replica.module(x)
         loss = check_scalar(self.loss(outputs, y))
-        if objective is not None:
-            check_scalar(objective(outputs)).backward()
-        elif penalty is not None:
-            (loss + check_scalar(penalty(outputs))).backward()
+        value = loss if objective is None else check_scalar(objective(loss, outputs, y, *operands))
+        (value if penalty is None else value + check_scalar(penalty(outputs))).backward()
         return loss.detach(), self._gradients()
 
     def check_pairs(self) -> None:
         """Raise ValueError unless samples are pairs (x, y), whose outputs a term can read."""
         if self.of_batch is not None:
-            raise ValueError(
-                "a term of the model's outputs needs inputs x of pairs (x, y), but the samples come in batches. Use "
-                "another algorithm"
-            )
+            raise ValueError(NEEDS_PAIRS)
 
     @contextmanager
     def evaluation(self) -> Iterator[None]:

@@ -11,22 +11,24 @@ device.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
+import torch
 from torch import Tensor
 
 from fastsam.fed.executors import streams
 from fastsam.fed.executors.base import ClientOutcome, refusal
 from fastsam.fed.executors.capture_trial import why_not_captured
 from fastsam.fed.executors.client_block import runs
-from fastsam.fed.executors.cuda import tensors, vectors
+from fastsam.fed.executors.cuda import tensors
 from fastsam.fed.executors.graph_lanes import CapturableTrainer, Chunk, GraphLane, cut
 from fastsam.fed.executors.lane_rows import LaneRows
 from fastsam.fed.executors.memory_errors import name_slots
 from fastsam.fed.executors.randomness import LaneRandomness
 from fastsam.fed.executors.streams import LaneExecutor
-from fastsam.fed.executors.task import Setup, Task
-from fastsam.fed.update.local_update import ClientResults
+from fastsam.fed.executors.task import Setup, Task, sort_of
+from fastsam.fed.update.passes import PassesOfBeginning
+from fastsam.fed.update.results import ClientResults
 
 GRAPH_STEPS = 8  # largest number of steps in a graph, a power of two
 
@@ -34,9 +36,10 @@ GRAPH_STEPS = 8  # largest number of steps in a graph, a power of two
 class Graph(LaneExecutor):
     """One `CapturableTrainer` and one stream per slot, with captured steps.
 
-    A graph holds up to `GRAPH_STEPS` steps of one lane. It is captured once per lane, variant and shape, not per round.
-    A partial batch has a graph of its shape. Steps that are copied for a measure, the first steps of a sort, and sorts
-    beyond the number of graphs that a lane keeps run without a graph. Without a store of samples a graph has one step.
+    A graph holds up to `GRAPH_STEPS` steps of one lane. It is captured once per lane, key of the step and shape, not
+    per round. A partial batch has a graph of its shape. Steps that are copied for a measure, the first steps of a sort,
+    and sorts beyond the number of graphs that a lane keeps run without a graph. Without a store of samples a graph has
+    one step.
 
     A graph has the values of its capture. A model or loss that reads values on the host (`item()`, `if` on a tensor),
     draws random numbers on the host, or changes its Python state in a pass is refused (`capture_trial`). Random numbers
@@ -90,15 +93,12 @@ class Graph(LaneExecutor):
             lane.call(lane.row.set_task, task, start, buffers)
         lanes = [self._lanes[slot] for slot, _ in opened if self._lanes[slot].error is None]
         for group in self._neighbours(lanes):
-            self.rows.begin(group[0].row.slot, [lane.row for lane in group])
+            self.rows.begin(group[0].row.slot, [lane.row for lane in group], start, _LanePasses(group))
         if not lanes:
             return
         event = self.cuda.current().record_event()
         for lane in lanes:
             lane.stream.wait_event(event)
-            variant = lane.row.task.update.constants.variant
-            if variant.has_first_gradient or variant.constant:  # the lane reads vectors before its first step
-                self.cuda.record_stream(vectors(lane.row.task), lane.stream)
             lane.begin(self._chunks_of(lane.row.task))
 
     def _close(self, lanes: Sequence[GraphLane]) -> list[ClientResults]:
@@ -114,8 +114,8 @@ class Graph(LaneExecutor):
 
     @staticmethod
     def _neighbours(lanes: Sequence[GraphLane]) -> list[Sequence[GraphLane]]:
-        """Return lanes in groups of neighbours whose steps are of one variant."""
-        keys = [(lane.row.slot - i, lane.row.task.update.constants.variant) for i, lane in enumerate(lanes)]
+        """Return lanes in groups of neighbours whose steps are of one sort."""
+        keys = [(lane.row.slot - i, sort_of(lane.row.task.step)) for i, lane in enumerate(lanes)]
         return [lanes[part] for part in runs(keys)]
 
     def _chunks_of(self, task: Task) -> list[Chunk]:
@@ -139,3 +139,38 @@ class Graph(LaneExecutor):
         self.cuda.synchronize()
         for lane in self._lanes:
             lane.graphs.clear()
+
+
+class _LanePasses(PassesOfBeginning):
+    """The passes of neighbouring lanes before their first step, each on its own stream (see
+    `fastsam.fed.update.passes.Passes`)."""
+
+    def __init__(self, lanes: Sequence[GraphLane]) -> None:
+        self._lanes = lanes
+
+    def first(self, batches: int) -> tuple[Tensor, Tensor]:
+        """See `Passes.first`."""
+        gradients, norms = zip(*self._run(lambda row: row.first(batches)), strict=True)
+        return torch.cat(gradients), torch.cat(norms)
+
+    def all(self) -> Tensor:
+        """See `Passes.all`."""
+        return torch.cat([parts[0] for parts in self._run(lambda row: (row.all(),))])
+
+    def _run(self, work: Callable[[CapturableTrainer], tuple[Tensor, ...]]) -> list[tuple[Tensor, ...]]:
+        """Return the tensors of all lanes, ready on the caller's stream. A client that is excluded has zeros."""
+        results = []
+        for lane in self._lanes:
+            cuda, current = lane.cuda, lane.cuda.current()
+            lane.stream.wait_stream(current)
+            with cuda.use(lane.stream):
+                lane.row.random.begin(lane.row.task)  # a model may draw in these passes too
+                parts = lane.call(work, lane.row)
+            current.wait_stream(lane.stream)
+            results.append(parts)
+            cuda.record_stream(parts or (), current)
+        template = next((parts for parts in results if parts is not None), None)
+        if template is None:
+            zero = torch.zeros_like(self._lanes[0].row.z)
+            template = zero, zero.new_zeros(1, 1, dtype=torch.float64)
+        return [tuple(map(torch.zeros_like, template)) if parts is None else parts for parts in results]

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,6 +20,7 @@ from fastsam.fed.executors.lane_rows import LaneRows
 from fastsam.fed.executors.randomness import LaneRandomness, PassRandomness
 from fastsam.fed.executors.streams import Lane
 from fastsam.fed.executors.task import Setup
+from fastsam.fed.update.steps import Key
 from fastsam_kernels.hparams import HParam
 
 _EAGER_STEPS = 2  # steps before a capture, because libraries set up on first use and that cannot be captured
@@ -79,15 +80,15 @@ class CapturableTrainer(ClientTrainer):
     """
 
     def __init__(self, setup: Setup, random: PassRandomness, lanes: LaneRows, slot: int) -> None:
-        super().__init__(setup, random, lanes.window(slot, slot + 1))
+        super().__init__(setup, random, lanes.rows.part(slot, slot + 1))
         self.lanes, self.slot = lanes, slot
         self.samples_done, self.steps_done = lanes.counters[slot].split(1)
         self._inputs: dict[Hashable, Batch] = {}
 
-    def set_schedule(self) -> None:
-        """See `ClientTrainer.set_schedule`."""
+    def set_rate(self) -> None:
+        """See `ClientTrainer.set_rate`."""
         if self.lanes.schedule is None:
-            super().set_schedule()
+            super().set_rate()
             return
         self.rows.hparams[:, 0, HParam.LR].copy_(self.lanes.schedule[self.slot].index_select(0, self.steps_done))
         self.steps_done.add_(1)
@@ -178,6 +179,19 @@ def _like(t: Tensor) -> Tensor:
     return aligned(t, t.shape, t.stride(), _offset(t))
 
 
+class CapturedSteps(NamedTuple):
+    """A graph of steps, and the number of their backward passes."""
+
+    graph: Any
+    backward_passes: int
+
+    def replay(self, row: CapturableTrainer) -> None:
+        """Take the steps."""
+        count = row.backward_passes + self.backward_passes
+        self.graph.replay()
+        row.backward_passes = count
+
+
 class GraphLane(Lane):
     """A lane that replays its steps from graphs, several steps in a graph.
 
@@ -194,14 +208,14 @@ class GraphLane(Lane):
         super().__init__(row, cuda)
         self.pool = cuda.pool()
         self.draws = row.random if isinstance(row.random, LaneRandomness) else None
-        self.graphs, self.eager_counts = dict[Hashable, Any](), dict[Hashable, int]()
+        self.graphs, self.eager_counts = dict[Hashable, CapturedSteps](), dict[Hashable, int]()
+        self.step_passes: dict[Key, int] = {}  # number of passes of a step
         self.chunks: list[Chunk] = []
 
     def begin(self, chunks: Sequence[Chunk]) -> None:
-        """Begin the client of the row, whose weights and vectors are in place, on the lane's stream."""
+        """Begin the steps of the client of the row, whose weights and vectors are in place."""
         self.chunks = list(reversed(chunks))
-        with self.cuda.use(self.stream):
-            self.call(self.row.begin_steps)
+        self.row.batches = self.row.task.work.batches()
 
     def step(self) -> bool:
         """Queue the next chunk of steps. Return False if no step is left."""
@@ -224,9 +238,9 @@ class GraphLane(Lane):
         work = partial(row.take_steps, chunk.sizes, alignments)
         graph = self._graph_of(chunk, (chunk.sizes, alignments), lambda: work)
         if graph is None:
-            work()
+            self._run_eagerly(work, len(chunk.sizes))
         else:
-            graph.replay()
+            graph.replay(row)
 
     def _take_next(self, chunk: Chunk) -> None:
         """Take a step on the client's next batch. Only batches whose step is captured have fixed inputs."""
@@ -238,26 +252,35 @@ class GraphLane(Lane):
             layout = layout_of(batch)
             graph = self._graph_of(chunk, (size, layout), lambda: partial(row.take_step, row.static(batch), size))
         if graph is None:
-            row.take_step(batch, size)
+            self._run_eagerly(partial(row.take_step, batch, size), 1)
         else:
             row.static(batch)
-            graph.replay()
+            graph.replay(row)
 
-    def _graph_of(self, chunk: Chunk, sort: Hashable, make_work: Callable[[], Callable[[], object]]) -> Any:
+    def _run_eagerly(self, work: Callable[[], object], steps: int) -> None:
+        """Take steps without a graph, and count the passes of one."""
+        count = self.row.backward_passes
+        work()
+        self.step_passes[self.row.step.key] = (self.row.backward_passes - count) // steps
+
+    def _graph_of(
+        self, chunk: Chunk, sort: Hashable, make_work: Callable[[], Callable[[], object]]
+    ) -> CapturedSteps | None:
         """Return the graph of a chunk, or None if it runs without a graph.
 
         Args:
             chunk: the chunk.
-            sort: properties that its graph depends on, in addition to the variant.
+            sort: properties that its graph depends on, in addition to the key of the step.
             make_work: function that returns the work to capture, if it is time.
         """
-        row, key = self.row, (self.row.rows.variant, sort)
-        if chunk.is_copied or (row.rows.variant.has_schedule and row.lanes.schedule is None):
+        row, key = self.row, (self.row.step.key, sort)
+        if chunk.is_copied or (row.step.key.has_rate and row.lanes.schedule is None):
             return None
         if self.draws is not None:
             self.draws.begin_replay(row.task, row.k)
         if key not in self.graphs and self._should_capture(key, len(chunk.sizes)):
-            self.graphs[key] = self._capture(make_work())
+            passes = len(chunk.sizes) * self.step_passes[row.step.key]
+            self.graphs[key] = CapturedSteps(self._capture(make_work()), passes)
         return self.graphs.get(key)
 
     def _should_capture(self, key: Hashable, steps: int) -> bool:
@@ -267,8 +290,11 @@ class GraphLane(Lane):
         return count >= _EAGER_STEPS and len(self.graphs) < _MAX_GRAPHS
 
     def _capture(self, work: Callable[[], object]) -> Any:
+        count, state = self.row.backward_passes, None if self.draws is None else self.draws.state
         try:
-            return self.cuda.capture(work, self.stream, self.pool, None if self.draws is None else self.draws.state)
+            graph = self.cuda.capture(work, self.stream, self.pool, state)
+            self.row.backward_passes = count
+            return graph
         except ClientError as error:
             error.client_ids = ()  # it is not the client's: after a capture that failed no other client can train
             raise

@@ -9,19 +9,17 @@ from torch import Tensor
 
 from fastsam.fed.common.transfer import to_device
 from fastsam.fed.executors.client_trainer import ClientTrainer
-from fastsam.fed.executors.local_rows import LocalRows
-from fastsam.fed.executors.row_memory import RowMemory
-from fastsam.fed.executors.task import Setup, Task, vectors_of
-from fastsam.fed.update.local_update import ClientResults, Direction
+from fastsam.fed.executors.task import Setup, Task, step_of
 from fastsam.fed.update.model_copy import buffer_displacement
-from fastsam.fed.update.variant import StepVariant
+from fastsam.fed.update.passes import Passes
+from fastsam.fed.update.results import ClientResults
+from fastsam.fed.update.rows import Rows
 
 
 class LaneRows:
     """`slots` rows of one memory, with the orders of samples, the counters and the schedules that captured steps read.
 
-    Its methods work on the caller's stream. All memory that lanes share is allocated there, before the lanes begin.
-    Trainers in neighbouring rows have steps of one variant.
+    Its methods work on the caller's stream. Trainers in neighbouring rows have steps of one sort.
 
     Attributes:
         indices: int64 `[slots, samples]`, the samples of the steps of each row in order, as indices of the store; or
@@ -33,7 +31,7 @@ class LaneRows:
     """
 
     def __init__(self, setup: Setup, slots: int, samples_at_once: int) -> None:
-        self.setup, self.memory = setup, RowMemory(setup, slots)
+        self.setup, self.rows = setup, Rows(setup, slots, copies=True)
         # `sequential` reads batches of trees one by one, and a part of a longer gather would begin elsewhere in memory.
         has_pairs = setup.population.augment is None and not setup.population.clients.is_batched
         self.store = setup.population.clients.store if has_pairs else None
@@ -49,31 +47,24 @@ class LaneRows:
             longest = max(map(setup.options.samples_of, _sizes(setup)))
             self.indices = torch.zeros(slots, longest, dtype=torch.int64, device=setup.device)
             self.range = torch.arange(samples_at_once, device=setup.device)
-        self._windows: dict[tuple[int, int], LocalRows] = {}
 
-    def window(self, begin: int, end: int) -> LocalRows:
-        """Return neighbouring rows."""
-        if (begin, end) not in self._windows:
-            self._windows[begin, end] = LocalRows(self.memory, slice(begin, end), copies=True)
-        return self._windows[begin, end]
-
-    def begin(self, slot: int, trainers: Sequence[ClientTrainer]) -> None:
-        """Begin the tasks of trainers in the rows from `slot` on."""
+    def begin(self, slot: int, trainers: Sequence[ClientTrainer], w: Tensor, passes: Passes) -> None:
+        """Begin the tasks of trainers in the rows from `slot` on, from the global model `w`. `passes` are theirs."""
         tasks, end, first = [trainer.task for trainer in trainers], slot + len(trainers), trainers[0]
-        variant, own_starts = tasks[0].update.constants.variant, vectors_of(tasks, "start")
-        self.window(slot, end).begin(tasks, first.start if own_starts is None else own_starts)
-        for i in range(slot, end):
-            self.window(i, i + 1).set_variant(variant)
-        for name in _late_fields(variant):
-            self.memory.field(name)
         if first.replica.buffers:
             pairs = [pair for t in trainers for pair in zip(t.replica.buffers, t.buffers, strict=True)]
             torch._foreach_copy_([buffer for buffer, _ in pairs], [value for _, value in pairs])
+            for trainer in trainers:
+                trainer.teachers.load_buffers(trainer.buffers)
         self.counters[slot:end].zero_()
         if self.store is not None:
             self._write_indices(slot, tasks)
-        if variant.has_schedule and self.setup.population.clients.has_all_sizes:
+        key = tasks[0].step.key
+        if key.has_rate and self.setup.population.clients.has_all_sizes:
             self._write_schedule(slot, trainers)
+        step_of(tasks).begin(self.rows.part(slot, end), w, tasks[0].lr, passes)
+        for i in range(slot, end):
+            self.rows.part(i, i + 1).select(key)
 
     def _write_indices(self, slot: int, tasks: Sequence[Task]) -> None:
         """Write the indices of the samples of tasks to the rows from `slot` on, in one copy."""
@@ -100,12 +91,12 @@ class LaneRows:
 
     def results(self, slot: int, trainers: Sequence[ClientTrainer]) -> ClientResults:
         """Return the results of the clients in the rows from `slot` on."""
-        first, rows = trainers[0], self.window(slot, slot + len(trainers))
-        rows.set_variant(first.rows.variant)
+        first, rows = trainers[0], self.rows.part(slot, slot + len(trainers))
+        rows.select(first.step.key)
         for trainer in trainers:
             trainer.check_model()
         buffers = [buffer_displacement(t.replica.buffers, t.buffers)[None] for t in trainers if t.replica.buffers]
-        has_start = first.task.update.start is not None
+        has_start = first.task.step.start is not None
         return ClientResults(
             client_ids=[t.task.client for t in trainers],
             num_steps=[t.k for t in trainers],
@@ -115,19 +106,10 @@ class LaneRows:
             buffers=torch.cat(buffers) if buffers else None,
             snapshots=[t.snapshots for t in trainers],
             start=torch.stack([t.start for t in trainers]) if has_start else None,
-            **rows.results(first.start),
+            **rows.results(first.step.state is not None),
         )
 
 
 def _sizes(setup: Setup) -> set[int]:
     """Return the numbers of samples that clients have."""
     return set(setup.population.clients.sizes)
-
-
-def _late_fields(variant: StepVariant) -> list[str]:
-    """Return the names of the fields that steps of a variant allocate when they first need them."""
-    uses_direction = variant.direction in (Direction.PATH, Direction.GRADIENT_PLUS, Direction.GRADIENT_BY_DRIFT)
-    return [
-        *["direction"] * uses_direction, *["p", "begin", "gradient_offset"] * variant.constant,
-        *["gradient"] * variant.has_first_gradient,
-    ]  # fmt: skip

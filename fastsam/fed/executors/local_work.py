@@ -9,7 +9,7 @@ from torch import Tensor
 from fastsam.fed.executors.client import Client, StopClient
 from fastsam.fed.executors.client_trainer import ClientTrainer
 from fastsam.fed.executors.task import ClientLoop, Task
-from fastsam.fed.update.local_update import ClientResults
+from fastsam.fed.update.results import ClientResults
 
 
 def train(

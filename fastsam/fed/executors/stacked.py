@@ -17,20 +17,21 @@ from torch.func import vmap
 from fastsam import ops
 from fastsam.arena import Layout, Segment
 from fastsam.fed.clients.batch_loss import BatchLoss, PairLoss, call, split_pair
-from fastsam.fed.clients.samples import fill_tree, tensors_of
+from fastsam.fed.clients.samples import Tensors, fill_tree, tensors_of
 from fastsam.fed.executors import rowprograms, stacked_attention
 from fastsam.fed.executors.base import refusal
-from fastsam.fed.executors.gradient_passes import Gradients, Passes, check_scalar
+from fastsam.fed.executors.gradient_passes import NEEDS_PAIRS, ModelPasses, check_scalar
 from fastsam.fed.executors.graph_passes import copy_with_strides
-from fastsam.fed.executors.local_rows import LocalRows
 from fastsam.fed.executors.replay import BF16_LOSS, Replays, agree
-from fastsam.fed.executors.row_memory import RowMemory
 from fastsam.fed.executors.slow_calls import SilentCalls
 from fastsam.fed.executors.stacked_lookups import StackedLookups
 from fastsam.fed.executors.stacked_masks import advice, kept_masks
 from fastsam.fed.executors.task import Setup
 from fastsam.fed.sums.ranks import ranks_per_device
+from fastsam.fed.update.gradients import Gradients
 from fastsam.fed.update.model_copy import Replica
+from fastsam.fed.update.passes import Objective
+from fastsam.fed.update.rows import Rows
 
 _CACHE = 4 * 2**20  # bytes of weights
 # rows use a fourth of a GPU's memory; fields, their copies and gradients each count as a row
@@ -95,7 +96,7 @@ class StackedPasses:
         product_of = partial(ops.product_of, backend=setup.backend)
         self.replays = Replays(self.gradients, replica.module, layout, rowprograms.maker(setup), product_of)
 
-    def run(self, rows: LocalRows, *batch: Tensor) -> tuple[Tensor, Gradients]:
+    def run(self, rows: Rows, *batch: Tensor) -> tuple[Tensor, Gradients]:
         """Run a pass on the tensors of a batch, each `[rows, batch, ...]`. The losses are detached. A parameter that
         the loss does not use is left out of the gradients."""
         result = self.replays.run(rows.leaves, *batch)
@@ -104,9 +105,56 @@ class StackedPasses:
         losses, grads, slots = result
         return losses, Gradients(grads, slots, self.layout.subtable(slots))
 
-    def plain(self, rows: LocalRows, *batch: Tensor) -> tuple[Tensor, Gradients]:
+    def plain(self, rows: Rows, *batch: Tensor) -> tuple[Tensor, Gradients]:
         """Run a pass through the model's Python code, torch.vmap and autograd. This is the meaning of `run`."""
-        losses, grads = self.gradients(rows.leaves, *batch)
+        return self._present(*self.gradients(rows.leaves, *batch))
+
+    def run_objective(
+        self, rows: Rows, batch: Tensors, objective: Objective, operands: Sequence[Tensor]
+    ) -> tuple[Tensor, Gradients]:
+        """Run a pass as `plain`, with the gradients of an objective; `operands` are `[rows, ...]`.
+
+        Raises:
+            ValueError: samples come in batches that only the loss reads.
+        """
+        leaves = [leaf.detach().requires_grad_() for leaf in rows.leaves]
+        x, y = self._pairs(batch)
+
+        def of_row(weights: list[Tensor], x: Any, y: Any, operands: list[Tensor]) -> tuple[Tensor, Tensor]:
+            outputs = self._output(weights, x)
+            loss = self._loss(outputs, y)
+            return loss, check_scalar(objective(loss, outputs, y, *operands))
+
+        with mapping(), self.calls, self.masks, self._with_parameters():
+            losses, values = vmap(of_row, randomness="error")(leaves, x, y, list(operands))
+        grads = torch.autograd.grad(values.sum(), leaves, allow_unused=True)
+        return self._present(losses.detach(), grads)
+
+    @torch.no_grad()
+    def outputs_of(self, w: Tensor, batch: Tensors) -> Tensor:
+        """Return the outputs `[rows, ...]` of teachers with the weights `w` `[rows, row_size]`, in evaluation mode.
+
+        Raises:
+            ValueError: samples come in batches that only the loss reads.
+        """
+        x, _ = self._pairs(batch)
+        was_training = self.module.training
+        self.module.eval()
+        try:
+            with mapping(), self.calls, self.masks, self._with_parameters():
+                return vmap(self._output, randomness="error")(self.layout.views(w), x)
+        finally:
+            self.module.train(was_training)
+
+    def _pairs(self, batch: Tensors) -> tuple[Any, Any]:
+        """Return inputs and labels. Raises ValueError unless samples are pairs."""
+        x, y = fill_tree(self.template, batch)
+        if self.of_outputs is None or y is None:
+            raise ValueError(NEEDS_PAIRS)
+        return x, y
+
+    def _present(self, losses: Tensor, grads: Sequence[Tensor | None]) -> tuple[Tensor, Gradients]:
+        """Return losses, and the gradients of the parameters that have one."""
         slots = tuple(i for i, g in enumerate(grads) if g is not None)
         present = [_dense(g, s) for g, s in zip(grads, self.layout.segments, strict=True) if g is not None]
         return losses, Gradients(present, slots, self.layout.subtable(slots))
@@ -254,11 +302,11 @@ def why_not(setup: Setup) -> str | None:
         return f"torch.vmap cannot map the model or the loss over clients ({type(error).__name__}: {first})"
 
 
-def _trial_rows(setup: Setup) -> tuple[Replica, LocalRows]:
+def _trial_rows(setup: Setup) -> tuple[Replica, Rows]:
     """Return a copy of the model in training mode, and two rows of other weights."""
     replica = Replica.new(setup.model, setup.layout, setup.device)
     replica.module.train()
-    rows = LocalRows(RowMemory(setup, 2), slice(0, 2))
+    rows = Rows(setup, 2, copies=True)
     rows.z.copy_(torch.stack([replica.row, 0.9 * replica.row]))
     return replica, rows
 
@@ -281,7 +329,7 @@ def _trial(setup: Setup) -> str | None:
     losses, stacked_grads = StackedPasses(replica, layout, setup).plain(
         rows, *map(torch.stack, zip(*batches, strict=True))
     )
-    plain = Passes(replica, layout, setup.loss)
+    plain = ModelPasses(replica, layout, setup.loss)
     loss_tolerance = BF16_LOSS if setup.options.precision == "bf16" else None
     for row, batch in enumerate(batches):
         replica.row.copy_(rows.z[row])

@@ -16,7 +16,7 @@ from fastsam.fed.executors.local_work import run_loop
 from fastsam.fed.executors.memory_errors import name_slots
 from fastsam.fed.executors.randomness import NoRandomness, PassRandomness
 from fastsam.fed.executors.task import Setup, Task
-from fastsam.fed.update.local_update import ClientResults
+from fastsam.fed.update.results import ClientResults
 
 log = logging.getLogger("fastsam.fed")
 T = TypeVar("T")

@@ -17,9 +17,10 @@ from fastsam.fed.clients.labels import ignored_label, num_labels
 from fastsam.fed.clients.loss_kind import kind_of
 from fastsam.fed.clients.plan import SampleOptions, Work
 from fastsam.fed.clients.population import Loss, Population
+from fastsam.fed.clients.set_loss import REMEDY, UNKNOWN
 from fastsam.fed.common import seeds
 from fastsam.fed.update.local_rule import LocalRule, optimizer_rule, sgd_rule
-from fastsam.fed.update.local_update import LocalUpdate
+from fastsam.fed.update.steps import Step
 
 
 @dataclass(frozen=True)
@@ -51,6 +52,7 @@ class LocalOptions(SampleOptions):
     buffers: str | None = None
 
 
+MAX_WHOLE = 4 * 2**30  # most bytes that a gradient of a set of samples may keep
 STEP_OPTIONS = frozenset({"momentum", "weight_decay", "clip_norm", "clip_scope", "optimizer"})  # options of a step
 SGD_OPTIONS = STEP_OPTIONS - {"optimizer"}  # options of the kernels' SGD
 
@@ -71,6 +73,7 @@ class Setup:
         loop: name of the algorithm if it has its own training loop (`Algorithm.train_client`), or "".
         activations: number of bytes that a training pass keeps for its backward pass, without the weights, 0 for
             unknown.
+        sample_activations: `activations` of one sample.
         writes_parameters: the forward pass writes trained parameters in place.
     """
 
@@ -86,6 +89,7 @@ class Setup:
     cohort: int | None = None
     loop: str = ""
     activations: int = 0
+    sample_activations: float = 0.0
     writes_parameters: bool = False
 
     @cached_property
@@ -122,17 +126,29 @@ class Setup:
         ignored, labels = ignored_label(self.loss), self.population.clients.labels_together()
         return None if ignored is None or (labels is not None and not bool((labels[0] == ignored).any())) else ignored
 
+    def check_whole(self, samples: int) -> None:
+        """Raise ValueError if the gradient of all samples of a client takes one batch of too much memory."""
+        size = samples * self.sample_activations
+        if not self.has_mean_loss and size > MAX_WHOLE:
+            raise ValueError(
+                f"a gradient of all {samples} samples of a client at once keeps {size / 2**30:.0f} GiB, because "
+                f"{kind_of(self.loss).name} may not be a mean over samples: {UNKNOWN}. {REMEDY}"
+            )
+
     @cached_property
     def has_mean_loss(self) -> bool:
         """True if the mean of the gradients of batches is the gradient of the loss of all their samples."""
         return kind_of(self.loss).is_mean
 
 
+WeightedBatch = tuple[Any, Any, float]  # inputs, labels, and the share of a batch in a mean
+
+
 class ClientLoop(NamedTuple):
     """The loop of an algorithm for one client.
 
     Args:
-        run: function of a `Client` that does the local work and returns what `finish_client` gets as `extra`.
+        run: function of a `Client` that does the local work and returns what `finish` gets as `extra`.
         tensors: the tensors of the server's and the client's state, which it reads.
     """
 
@@ -149,8 +165,9 @@ class Task:
         work: its samples.
         setup: facts of the run.
         round, lr: index and learning rate of the round.
-        update: constants of the local update.
-        row: index of the client's row in vectors `[n, row_size]`.
+        step: the local step of n clients.
+        row: index of the client among them.
+        clients: number n of the clients of the step.
         snapshots: local steps before which the row is copied.
         loop: the algorithm's own loop, or None for the run's epochs of local steps.
     """
@@ -160,25 +177,28 @@ class Task:
     setup: Setup
     round: int
     lr: float
-    update: LocalUpdate
+    step: Step
     row: int = 0
+    clients: int = 1
     snapshots: frozenset[int] = frozenset()
     loop: ClientLoop | None = None
 
-    def vector(self, name: str) -> Tensor | None:
-        """Return the client's own vector of the local update, `[row_size]`."""
-        v: Tensor | None = getattr(self.update, name)
-        return v if v is None or v.dim() == 1 else v[self.row]
+    @property
+    def own_step(self) -> Step:
+        """The step of only this client."""
+        return self.step if self.clients == 1 else self.step.of(slice(self.row, self.row + 1))
 
-    def optimizer_state(self) -> dict[str, Tensor]:
-        """Return the values with which the client's local optimizer begins, by the name of the field."""
-        state = self.update.optimizer_state or {}
-        return {name: x[0 if len(x) == 1 else self.row] for name, x in state.items()}
+    def start(self, common: Tensor) -> Tensor:
+        """Return the weights at the start, `[row_size]`: the client's own, or `common` ones."""
+        start = self.step.start
+        if start is None:
+            return common
+        return start if start.dim() == 1 else start[self.row if len(start) > 1 else 0]
 
     def buffers(self, common: Sequence[Tensor]) -> Sequence[Tensor]:
         """Return the model's buffers at the start: the client's own, or `common` ones."""
-        vector = self.update.buffers
-        return common if vector is None else [b[self.row] for b in vector]
+        own = self.step.buffers
+        return common if own is None else [b[self.row if len(b) > 1 else 0] for b in own]
 
     def pass_seed(self, step: int) -> int:
         """Return the seed of the model's random numbers (dropout) in both passes of a step."""
@@ -186,16 +206,21 @@ class Task:
 
     def lr_of_step(self, k: int, steps: int) -> float:
         """Return the learning rate of local step k of `steps`."""
-        return self.lr * self.update.lr_factor(k, steps)
+        return self.lr * self.step.rate(k, steps)
 
-    def batches_at_start(self) -> Iterator[tuple[Any, Any, float]]:
-        """Yield the batches of a gradient before the first step, with the share of each in the mean: a pilot's, or all
-        samples, in one batch if the loss is not a mean. Samples without a label that counts have no share."""
-        pilot = self.update.pilot
-        if pilot is not None:
-            share = 1 / min(pilot.batches, len(self.work.batch_sizes()))
-            yield from ((x, y, share) for x, y in islice(self.work.batches(), pilot.batches))
-            return
+    def first_batches(self, batches: int) -> Iterator[WeightedBatch]:
+        """Yield the first batches of the local steps, with the share of each in a mean."""
+        share = 1 / min(batches, len(self.work.batch_sizes()))
+        yield from ((x, y, share) for x, y in islice(self.work.batches(), batches))
+
+    def all_batches(self) -> Iterator[WeightedBatch]:
+        """Yield all samples in batches, in one if the loss is not a mean, with the share of each in a mean. Samples
+        without a label that counts have no share.
+
+        Raises:
+            ValueError: the loss is not a mean, and one batch of all samples would keep too much memory.
+        """
+        self.setup.check_whole(self.work.samples)
         size = self.setup.options.batch_size if self.setup.has_mean_loss else self.work.samples
         counts = [n for _, _, n in self._full_batches(size)] if self.setup.ignored is not None else None
         total = self.work.samples if counts is None else max(1, sum(counts))
@@ -208,23 +233,14 @@ class Task:
             yield x, y, num_labels(split_pair(x)[1] if has_pairs else y, n, ignored)
 
 
-def vectors_of(tasks: Sequence[Task], name: str) -> Tensor | None:
-    """Return a vector of the local updates of tasks, all of one kind, in their order: `[row_size]` if all share it,
-    else `[tasks, row_size]`."""
+def step_of(tasks: Sequence[Task]) -> Step:
+    """Return the step of the clients of tasks in their order, whose steps are of one sort (`sort_of`)."""
     first, last = tasks[0], tasks[-1]
-    v: Tensor | None = getattr(first.update, name)
-    if v is None or all(task.update is first.update for task in tasks):
-        return v if v is None or v.dim() == 1 else v[first.row : last.row + 1]
-    return torch.stack([vector for task in tasks if (vector := task.vector(name)) is not None])
+    if all(task.step is first.step for task in tasks):
+        return first.own_step if first.row == last.row else first.step.of(slice(first.row, last.row + 1))
+    return Step.join([task.own_step for task in tasks])
 
 
-def optimizer_states_of(tasks: Sequence[Task]) -> Iterator[tuple[slice, Mapping[str, Tensor]]]:
-    """Yield the values at the start of the local optimizers' fields, by name, for slices of the tasks."""
-    first, last = tasks[0], tasks[-1]
-    if all(task.update is first.update for task in tasks):
-        state = first.update.optimizer_state or {}
-        rows = slice(first.row, last.row + 1)
-        yield slice(len(tasks)), {name: x if len(x) == 1 else x[rows] for name, x in state.items()}
-        return
-    for i, task in enumerate(tasks):
-        yield slice(i, i + 1), task.optimizer_state()
+def sort_of(step: Step) -> tuple[object, ...]:
+    """Return what steps must share to begin together: their key, and the names of the states that they give."""
+    return step.key, None if step.state is None else frozenset(step.state)

@@ -16,7 +16,7 @@ from fastsam.fed.executors.client_trainer import ClientTrainer
 from fastsam.fed.executors.local_work import train
 from fastsam.fed.executors.randomness import NoRandomness, OwnRandomness
 from fastsam.fed.executors.task import Setup, Task
-from fastsam.fed.update.local_update import ClientResults
+from fastsam.fed.update.results import ClientResults
 
 _POLL_SECONDS = 0.1  # seconds between two looks for Ctrl-C
 _QUEUED_PER_SLOT = (

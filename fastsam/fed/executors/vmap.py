@@ -3,7 +3,7 @@ over the rows."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import groupby, islice
 from operator import attrgetter
 
@@ -17,8 +17,8 @@ from fastsam.fed.executors.batch_gatherer import gather_keys
 from fastsam.fed.executors.client_block import (
     ClientBlock,
     Group,
+    JointBatch,
     Schedules,
-    WeightedBatch,
     are_neighbours,
     block_of,
     client_error,
@@ -30,18 +30,22 @@ from fastsam.fed.executors.client_block import (
     slots_of,
     tasks_of,
 )
-from fastsam.fed.executors.gradient_passes import Gradients
-from fastsam.fed.executors.local_rows import KeptRow, LocalRows
 from fastsam.fed.executors.memory_errors import name_slots
 from fastsam.fed.executors.randomness import NoRandomness
 from fastsam.fed.executors.rowprograms.row_steps import RowSteps
 from fastsam.fed.executors.slow_calls import SlowCalls
-from fastsam.fed.executors.stacked_rows import StackedRows
-from fastsam.fed.executors.task import Setup, Task, vectors_of
-from fastsam.fed.update.local_update import ClientResults
+from fastsam.fed.executors.stacked_steps import StackedBeginning, StackedStep
+from fastsam.fed.executors.task import Setup, Task, WeightedBatch, sort_of, step_of
+from fastsam.fed.update.gradients import Gradients
 from fastsam.fed.update.model_copy import Replica
-from fastsam.fed.update.pilot import Pilot
+from fastsam.fed.update.passes import Objective
+from fastsam.fed.update.results import ClientResults
+from fastsam.fed.update.rows import Rows
+from fastsam.fed.update.scratch_rows import ScratchRows
+from fastsam.fed.update.steps import Key
+from fastsam.fed.update.watched import KeptRow, take_step
 
+NUMBERS = 2  # number of the changes of its bits: a run that began with other bits is not resumed
 _JOINT_NUMEL = 2**18  # largest number of elements of all rows in a joint step
 _SHORT_ROW = 2**15  # elements of a row from which on torch's norm of one row differs from its norm of several
 _SLOT = attrgetter("slot")
@@ -68,10 +72,12 @@ class Vmap(Executor):
             raise ValueError(f"executor 'vmap' cannot serve here: {reason}. Use executor='auto' or 'sequential'")
         self.setup, self.layout = setup, setup.layout
         self.slots = setup.options.slots or stacked.slots_of(setup)
-        self.numbers = f"vmap, {self.slots} slots" + rowprograms.numbers(setup)
+        self.numbers = f"vmap {NUMBERS}, {self.slots} slots" + rowprograms.numbers(setup)
         with name_slots(self.slots):
-            self.rows = StackedRows(setup, self.slots)
-        self.replica = Replica(setup.model, setup.layout, self.rows.memory.field("z")[0])
+            self.rows = Rows(setup, self.slots, copies=True)
+        self.scratch: ScratchRows | None = None
+        self.seen: dict[Key, tuple[int, bool]] = {}  # numbers of passes of steps, and whether all are the loss's own
+        self.replica = Replica(setup.model, setup.layout, self.rows.z[0])
         self.passes = stacked.StackedPasses(self.replica, setup.layout, setup, SlowCalls())
         self.row_steps = RowSteps(setup, self.passes.replays, self.rows)
         self.random = NoRandomness(setup.device)
@@ -122,33 +128,50 @@ class Vmap(Executor):
         """Put tasks into the free slots, until there are no more tasks or slots."""
         new = list(islice(tasks, len(free)))
         result: list[ClientBlock] = []
-        updates = {id(task.update): task.update for task in new}
-        sorts = {key: (update.constants.variant, update.pilot) for key, update in updates.items()}
-        for part in runs([(free[i] - i, sorts[id(task.update)]) for i, task in enumerate(new)]):
-            group, slots, (variant, pilot) = new[part], free[part], sorts[id(new[part.start].update)]
+        sorts = {id(step): sort_of(step) for step in {id(task.step): task.step for task in new}.values()}
+        for part in runs([(free[i] - i, sorts[id(task.step)]) for i, task in enumerate(new)]):
+            group, slots = new[part], free[part]
             blocks = [
-                block_of(group[members], slots[members.start], variant, self._schedules)
+                block_of(group[members], slots[members.start], self._schedules)
                 for members in runs(gather_keys([task.work for task in group]))
             ]
-            rows = self.rows.begin(blocks, self.start)
-            if variant.has_first_gradient:
-                self._first_gradients(blocks, rows, pilot)
-            if variant.constant and (e := vectors_of(group, "direction_vector")) is not None:
-                rows.start_shifted(e)
+            rows, passes = self._neighbours(blocks, selects=False), StackedBeginning(self, blocks)
+            step_of(group).begin(rows, self.start, group[0].lr, passes)
             result += blocks
         return result
 
-    def _first_gradients(self, blocks: list[ClientBlock], rows: LocalRows, pilot: Pilot | None) -> None:
-        """Compute each client's mean gradient at the start, over all its samples or a pilot's batches, in evaluation
-        mode. With a pilot set the radii that it computes from them."""
-        rows.clear_first()
-        self._add_batches(blocks)
-        if pilot is not None:
-            rows.set_radius(pilot)
+    def _neighbours(self, blocks: Sequence[ClientBlock], selects: bool = True) -> Rows:
+        """Return neighbouring rows, ready for steps of the blocks' key."""
+        rows = self.rows.part(blocks[0].slot, blocks[-1].end)
+        if selects:
+            rows.select(blocks[0].key)
+        return rows
 
-    def _add_batches(self, blocks: list[ClientBlock]) -> None:
-        """Add the gradients at the start of clients, in groups of batches of one shape."""
-        queue = [(block, block.at_start()) for block in blocks]
+    def _gather(self, blocks: Sequence[ClientBlock]) -> Rows:
+        """Return the blocks' rows next to each other, ready for a step: the rows themselves, or copies, which
+        `_put_back` copies back."""
+        if are_neighbours(blocks):
+            return self._neighbours(blocks)
+        if self.scratch is None:
+            self.scratch = ScratchRows(self.rows, self.setup)
+        return self.scratch.gather(slots_of(blocks), blocks[0].key)
+
+    def _put_back(self, blocks: Sequence[ClientBlock], rows: Rows) -> None:
+        """Copy the results of a step from copied rows to the rows."""
+        if self.scratch is not None and rows.memory is not self.rows.memory:
+            self.scratch.put_back(slots_of(blocks), rows)
+
+    def mean_gradients(
+        self,
+        blocks: Sequence[ClientBlock],
+        batches_of: Callable[[Task], Iterator[WeightedBatch]],
+        norms: Tensor | None = None,
+    ) -> Tensor:
+        """Return each client's mean gradient over batches before its first step, `[clients, row_size]`, in evaluation
+        mode, and add the norms of its gradients to `norms`. Batches of one shape share a pass."""
+        rows = self.rows.part(blocks[0].slot, blocks[-1].end)
+        total = torch.zeros_like(rows.z)
+        queue = [(block, block.at_start(batches_of)) for block in blocks]
         self.replica.module.eval()
         try:
             while queue:
@@ -158,14 +181,15 @@ class Vmap(Executor):
                 for _, group in groupby(ready, key=_shapes_of):
                     pairs = list(group)
                     try:
-                        self._add_gradients(pairs)
+                        self._add_gradients(pairs, total, norms, blocks[0].slot)
                     except ClientError as error:
                         self._leave_out([block for block, _ in pairs], error)
                 queue = [pair for pair in queue if pair[0].error is None]
         finally:
             self.replica.module.train()
+        return total
 
-    def _next(self, block: ClientBlock, batches: Iterator[WeightedBatch]) -> WeightedBatch | None:
+    def _next(self, block: ClientBlock, batches: Iterator[JointBatch]) -> JointBatch | None:
         """Return the next batch, or None after the last one, and for a block that is excluded for its error."""
         try:
             return next(batches, None)
@@ -173,20 +197,24 @@ class Vmap(Executor):
             self._leave_out([block], error)
             return None
 
-    def _add_gradients(self, pairs: list[tuple[ClientBlock, WeightedBatch]]) -> None:
+    def _add_gradients(
+        self, pairs: list[tuple[ClientBlock, JointBatch]], total: Tensor, norms: Tensor | None, slot: int
+    ) -> None:
+        """Add the gradients of a batch of some blocks to their rows of `total`, which begins at `slot`."""
         blocks = [block for block, _ in pairs]
         batch = tuple(map(torch.cat, zip(*(tensors for _, (tensors, _) in pairs), strict=True)))
-        _, gradients = self._pass(blocks, self.rows.gather(blocks), batch)
+        _, gradients = self._pass(blocks, self._gather(blocks), batch)
         row = 0
         for block, (_, shares) in pairs:
-            block.extra_backward_passes += 1
-            rows, end = self.rows.neighbours([block]), row + len(block.tasks)
-            if len(set(shares)) == 1:
-                rows.add_first(gradients.of_rows(slice(row, end)), shares[0])
-            else:
-                for i, share in enumerate(shares):
-                    rows.add_first(gradients.of_rows(slice(row + i, row + i + 1)), share, slice(i, i + 1))
-            row = end
+            block.backward_passes += 1
+            for part, share in _parts(shares):
+                place = slice(block.slot - slot + part.start, block.slot - slot + part.stop)
+                if share:  # a batch without a label has no gradient
+                    own = gradients.of_rows(slice(row + part.start, row + part.stop))
+                    own.add_to(total[place], self.layout, share)
+                    if norms is not None:
+                        norms[place].add_(own.norms(part.stop - part.start)[:, None], alpha=share)
+            row += len(shares)
 
     def _close(self, blocks: list[ClientBlock]) -> Iterator[ClientResults]:
         """Yield the results of finished clients, in groups with the same fields. Raises ClientError if a pass has
@@ -195,9 +223,9 @@ class Vmap(Executor):
             raise self._model_error(blocks, problem)
         groups: dict[object, list[ClientBlock]] = {}
         for block in blocks:
-            groups.setdefault(block.variant, []).append(block)
+            groups.setdefault(sort_of(block.step), []).append(block)
         for group in groups.values():
-            results = results_of(group, self.rows.gather(group), self.start, self.buffers)
+            results = results_of(group, self._gather(group), self.buffers)
             if good := places_of_results(group):
                 yield results if len(good) == len(results.client_ids) else results.take(good)
 
@@ -234,11 +262,13 @@ class Vmap(Executor):
     def _joint_key(self, group: Group) -> tuple[object, ...] | None:
         """Return what groups that take a step together have in common, or None for a group by itself."""
         block = group[0]
-        if block.gatherer is None or not are_neighbours(group):
+        # The outputs of a teacher on batches of several sizes are not one tensor.
+        _, is_plain = self.seen.get(block.key, (0, False))
+        if block.gatherer is None or not are_neighbours(group) or not is_plain:
             return None
         size = block.sizes[block.k % block.epoch]
         slots = self.passes.replays.slots_of(size, group[-1].end - block.slot, *block.samples)
-        return None if slots is None else (block.variant, slots)
+        return None if slots is None else (block.key, slots)
 
     def _leave_out(self, blocks: list[ClientBlock], error: ClientError) -> None:
         """Exclude the blocks whose clients have this error. Raises the error if clients are not excluded."""
@@ -251,17 +281,21 @@ class Vmap(Executor):
     def _train_by_graph(self, groups: Sequence[Group]) -> bool:
         """Take the next epoch of a block by a captured graph. Return False without a graph."""
         block = groups[0][0]
-        if self.epochs is None or len(groups) > 1 or len(groups[0]) > 1 or block.variant.has_schedule:
+        if self.epochs is None or len(groups) > 1 or len(groups[0]) > 1 or block.key.has_rate:
             return False
-        rows, replays = self.rows.gather([block]), self.passes.replays
-        return self.epochs.train(
-            block, rows, replays, lambda batch, is_last: self._local_step(groups, rows, [batch], is_last)
-        )
+        passes, is_plain = self.seen.get(block.key, (0, True))  # a capture comes after steps that are seen
+        if not is_plain:  # an objective runs through Python, which a capture might freeze
+            return False
+        rows, replays = self._neighbours([block]), self.passes.replays
+        if not self.epochs.train(block, rows, replays, lambda batch: self._local_step(groups, rows, [batch])):
+            return False
+        block.backward_passes += block.epoch * passes
+        return True
 
     def _train_by_rows(self, blocks: list[ClientBlock]) -> list[ClientBlock]:
         """Take the next steps of the blocks that have row programs. Return the other blocks. Raises ClientError."""
         try:
-            others = self.row_steps.train(blocks, self.start)
+            others = self.row_steps.train(blocks)
         except Exception as error:
             raise client_error(blocks, error) from error
         for block in blocks:
@@ -273,49 +307,66 @@ class Vmap(Executor):
     def _step(self, groups: Sequence[Group]) -> None:
         """Take one step of the groups."""
         batches, blocks = [next_batch(group) for group in groups], [block for group in groups for block in group]
-        rows, is_last = self.rows.gather(blocks), any(block.k + 1 == block.steps for block in blocks)
-        self._local_step(groups, rows, batches, is_last, rows_to_keep(blocks))
-        self.rows.put_back(blocks, rows)
+        rows = self._gather(blocks)
+        if blocks[0].key.has_rate:
+            rows.set_rates([rate for block in blocks for rate in block.rates])
+        rows.may_end = any(block.k + 1 == block.steps for block in blocks)
+        passes = self._local_step(groups, rows, batches, rows_to_keep(blocks))
+        rows.may_end = True
+        self._put_back(blocks, rows)
         for block in blocks:
             block.k += 1
+            block.backward_passes += passes
 
     def _local_step(
-        self,
-        groups: Sequence[Group],
-        rows: LocalRows,
-        batches: Sequence[Tensors],
-        is_last: bool,
-        kept: Sequence[KeptRow] = (),
-    ) -> None:
+        self, groups: Sequence[Group], rows: Rows, batches: Sequence[Tensors], kept: Sequence[KeptRow] = ()
+    ) -> int:
         """Take a step of the groups' rows on the device, and add up the losses.
 
         Args:
             groups: the clients.
             rows: their rows.
             batches: for each group the tensors of a batch, each `[rows, batch, ...]`.
-            is_last: it is the last step of some clients.
             kept: rows that are copied before the step.
+
+        Returns:
+            the number of backward passes.
         """
-        losses = rows.step(
-            lambda batches, _, is_second: self._passes(groups, rows, batches), batches, None, kept, is_last
-        )
+        passes, step = StackedStep(self, groups, rows, batches), groups[0][0].step
+        losses = take_step(step, rows, passes, kept) if kept else step(rows, passes)
+        self.seen[step.key] = passes.count, passes.is_plain
         sizes: int | Tensor = batches[0][0].shape[1]
         if len(batches) > 1:
             sizes = torch.tensor([batch[0].shape[1] for batch in batches for _ in batch[0]], dtype=torch.float64)
         rows.losses.add_(losses.double() * sizes)
+        return passes.count
 
-    def _passes(self, groups: Sequence[Group], rows: LocalRows, batches: Sequence[Tensors]) -> tuple[Tensor, Gradients]:
+    def run(
+        self,
+        groups: Sequence[Group],
+        rows: Rows,
+        batches: Sequence[Tensors],
+        objective: Objective | None,
+        *operands: Tensor,
+    ) -> tuple[Tensor, Gradients]:
         """Run a pass of each group, and return the losses and gradients of all rows."""
         if len(groups) == 1:
-            return self._pass(groups[0], rows, batches[0])
-        results = [
-            self._pass(group, self.rows.neighbours(group), batch) for group, batch in zip(groups, batches, strict=True)
-        ]
+            return self._pass(groups[0], rows, batches[0], objective, *operands)
+        results, row = [], 0
+        for group, batch in zip(groups, batches, strict=True):
+            end = row + len(batch[0])
+            parts = [t[row:end] for t in operands]
+            results.append(self._pass(group, self._neighbours(group), batch, objective, *parts))
+            row = end
         losses, gradients = zip(*results, strict=True)
         return torch.cat(losses), Gradients.join(gradients, self.layout)
 
-    def _pass(self, blocks: Group, rows: LocalRows, batch: Tensors) -> tuple[Tensor, Gradients]:
+    def _pass(
+        self, blocks: Group, rows: Rows, batch: Tensors, objective: Objective | None = None, *operands: Tensor
+    ) -> tuple[Tensor, Gradients]:
         try:
+            if objective is not None:
+                return self.passes.run_objective(rows, batch, objective, operands)
             return self.passes.run(rows, *batch)
         except Exception as error:
             problem = self.replica.guard.find_problem(has_fixed_buffers=True)
@@ -327,6 +378,13 @@ class Vmap(Executor):
         return ClientError.from_model([task.client for task in tasks], tasks[0].round, blocks[0].k, problem)
 
 
-def _shapes_of(pair: tuple[ClientBlock, WeightedBatch]) -> list[tuple[int, ...]]:
+def _parts(shares: Sequence[float]) -> list[tuple[slice, float]]:
+    """Return the parts of a block's clients with one share: all of them, or each client."""
+    if len(set(shares)) == 1:
+        return [(slice(0, len(shares)), shares[0])]
+    return [(slice(i, i + 1), share) for i, share in enumerate(shares)]
+
+
+def _shapes_of(pair: tuple[ClientBlock, JointBatch]) -> list[tuple[int, ...]]:
     """Return the shapes of a batch without its clients."""
     return [tuple(t.shape[1:]) for t in pair[1][0]]

@@ -81,7 +81,6 @@ def assemble(
         measures=names or (), set_sizes=_set_sizes(population, settings.measures),
         written_parameters=effects.written_parameters,
         gradient_bytes=_measured_samples(population, settings.measures) * trial.sample_activations,
-        client_bytes=max(population.clients.known_sizes.values(), default=0) * trial.sample_activations,
     )  # fmt: skip
     check(facts)
     patterns = list(getattr(algorithm, "own_parameters", lambda model: ())(user_model))
@@ -102,11 +101,11 @@ def assemble(
     setup = executors.Setup(
         model, layout, loss, settings.local, population, backend, effects.draws, bool(effects.changed_buffers),
         trial.example, cohort, facts.name if contract.has_loop else "", trial.activations,
-        bool(effects.written_parameters),
+        trial.sample_activations, bool(effects.written_parameters),
     )  # fmt: skip
     first = settings.round(0, clients, 1, parameter_layout)
-    update, has_phases = try_algorithm(contract, setup, state, first)
-    check(replace(facts, update=update, has_phases=has_phases))
+    tried = try_algorithm(contract, setup, state, first, lambda step: check(replace(facts, step=step)))
+    check(replace(facts, step=tried.step, has_phases=tried.has_phases))
     check_smallest(model, population, loss, batch_size, settings.drop_last)
     choice = executors.choose(settings.executor, setup)
     if choice.warning and ranks.first:
@@ -125,7 +124,7 @@ def assemble(
     stages = chain(algorithm, settings, measures, noise, layout.numel, local)
     loop = Loop(
         population, contract, settings, choice, evaluator, view, states, ranks, parameter_layout, stages, weights,
-        personal,
+        personal, tried.vectors,
     )  # fmt: skip
     return loop, state
 

@@ -1,17 +1,32 @@
-"""The calls of a user's algorithm: every returned value is checked, and each error says what was expected."""
+"""The calls of a user's algorithm: returned values are checked, and each error says what was expected.
+
+In the first round of a run three things are checked once: rows of several clients are the rows of single clients,
+padding is zero, and no argument is written into.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import copy
+import logging
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import fields, is_dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from fastsam.fed.algorithms.base import Aggregate, Algorithm, Round, State, Upload
 from fastsam.fed.executors.client import Client
-from fastsam.fed.loop.contract import Contract, check_initial_state
-from fastsam.fed.loop.first_round import FirstRound
-from fastsam.fed.update.local_update import ClientResults, ClientUpdate, LocalUpdate
+from fastsam.fed.loop.client_state import StateRows
+from fastsam.fed.loop.contract import AlgorithmError, Contract, check_initial_state
+from fastsam.fed.update.parameter_layout import ParameterLayout
+from fastsam.fed.update.results import ClientResults
+from fastsam.fed.update.steps import Step
+
+log = logging.getLogger("fastsam.fed")
+_COMPARED = 4  # clients of a call whose rows are compared
+_Guard = tuple[str, Tensor, int]  # a tensor of an argument, with its name and version
 
 
 def contract_of(algorithm: Algorithm) -> Contract:
@@ -21,49 +36,51 @@ def contract_of(algorithm: Algorithm) -> Contract:
 
 
 class CheckedContract(Contract):
-    """Calls of the methods of a user's algorithm: every returned value is checked, and arguments are guarded against
-    writes.
+    """Calls of the methods of a user's algorithm. Wrong values raise ValueError, numbers that depend on which clients
+    share a call AlgorithmError."""
 
-    `FirstRound` has further checks for the first round.
-    """
+    checks_steps = True
 
     def __init__(self, algorithm: Algorithm) -> None:
         super().__init__(algorithm)
-        self._index = -1  # index of the present round
-        self._guards: list[_Guard] = []
-        self._first_round: FirstRound | None = None
+        self._guards: list[_Guard] | None = None  # versions of the server's state, from the first call of round 1 on
+        self._copy: Any = None  # makes the calls for single clients, until uploads were compared
+        self._num_new = 0  # clients that begin together, until their steps were compared
+
+    def _begin_round(self, server: State, round: Round) -> None:
+        if self._guards is None and round.index == 0:
+            self._guards, self._copy = _guards_of("server", server), _copy_of(self.algorithm)
 
     def init_server(self, w0: Tensor) -> State:
-        """Return the server's state. Raises ValueError if it is not a dict of tensors with "w"."""
         return check_server(super().init_server(w0), w0, "init_server")
 
     def init_client(self, server: State, round: Round | None = None, client_ids: Sequence[int] = ()) -> State:
-        """Return the state of new clients. Raises ValueError if it is not a dict of tensors, or begins with NaN."""
         if round is None:
             return check_initial_state(_check_client(super().init_client(server), "init_client"), "init_client")
         self._begin_round(server, round)
-        state = _check_client(super().init_client(server, round, client_ids), "init_client")
-        self._guards += _guards_of("client", state)
-        if self._first_round is not None:
-            self._first_round.num_new = len(client_ids)
-        return state
+        self._num_new = len(client_ids)
+        return _check_client(super().init_client(server, round, client_ids), "init_client")
 
-    def local_updates(
-        self, server: State, client: State, n: int, round: Round, client_ids: Sequence[int] = ()
-    ) -> list[ClientUpdate]:
-        """Return the constants of n clients. Raises ValueError unless there is one LocalUpdate, or n of them."""
+    def local_step(self, server: State, client: State, n: int, round: Round, client_ids: Sequence[int] = ()) -> Step:
         if client_ids:
             self._begin_round(server, round)
-        index = round.index if client_ids else None
-        updates = _check_updates(self.call("local_update", (server, client, round), index, client_ids), server["w"], n)
-        if self._first_round is not None:
-            self._first_round.compare_updates(server, client, round)
-        return updates
+        guards = _guards_of("client", client)
+        step: object = super().local_step(server, client, n, round, client_ids)
+        if round.index == 0:
+            _check_guards(guards)
+        if not isinstance(step, Step):
+            raise ValueError(f"local_step must return a fastsam.fed.Step for all {n} clients, got {_kind(step)}")
+        step.check(server["w"], n)
+        if self._copy is not None and self._num_new > 1:
+            self._num_new = 0
+            two = {name: x[:1].expand(2, *x.shape[1:]) for name, x in client.items()}
+            joint = self._copy.local_step(server, two, round)
+            _check_rows(self._copy, "local_step", joint, [(server, client, round)], 2)
+        return step
 
     def train_client(
         self, server: State, state: State, round: Round, client: Client, is_trial: bool = False
     ) -> Mapping[str, Tensor] | None:
-        """Do the local work of a client. Raises ValueError unless the loop returns a dict of tensors, or None."""
         extra = super().train_client(server, state, round, client, is_trial)
         if extra is not None and not (isinstance(extra, Mapping) and _are_tensors(extra)):
             raise ValueError(f"train_client must return a dict of tensors, or None, got {_kind(extra)}")
@@ -72,35 +89,27 @@ class CheckedContract(Contract):
     def finish_clients(
         self, server: State, states: Sequence[State], client: State, results: ClientResults, round: Round
     ) -> tuple[State, Upload]:
-        """Return new states and the upload of n clients. Raises ValueError for other values, and for written states."""
         self._begin_round(server, round)
-        guards, single_calls = _guards_of("client", client), []
-        if self._first_round is not None:
-            single_calls = self._first_round.single_calls(server, states, results, round)
-        result = super().finish_clients(server, states, dict(client), results, round)
-        _check_guards(guards)
-        state, upload = _check_finished(result, server, len(states))
-        if self._first_round is not None:
-            self._first_round.check_finished(result, single_calls, len(states), round)
+        n, guards, single_calls = len(states), _guards_of("client", client), []
+        if self._copy is not None and n > 1:  # copies, because results may be written into
+            first = enumerate(states[:_COMPARED])
+            single_calls = [(server, StateRows.of([state]).rows, results.take([i]), round) for i, state in first]
+        state, upload = _check_finished(super().finish_clients(server, states, dict(client), results, round), server, n)
+        if self._copy is not None:
+            _check_guards(guards)
+            check_padding({**upload.mean, **upload.sum}, round.layout, "the Upload of finish")
+            _check_rows(self._copy, "finish", (state, upload), single_calls, n)
+        self._copy = None if single_calls else self._copy
         return state, upload
 
     def step_server(self, server: State, aggregate: Aggregate, round: Round) -> State:
-        """Return the server's state. Raises ValueError if it is not a dict with "w", or if a state was written into."""
         self._begin_round(server, round)
         new_state = check_server(super().step_server(server, aggregate, round), server["w"], "step_server")
-        if self._first_round is not None:
-            self._first_round.check_server(new_state, round)
-        _check_guards(self._guards)
+        if round.index == 0:
+            check_padding({"w": new_state["w"]}, round.layout, "the state that step_server returns")
+            _check_guards(self._guards or ())
+        self._copy = None
         return new_state
-
-    def _begin_round(self, server: State, round: Round) -> None:
-        """Begin to guard the server's state, at the first call of a round."""
-        if self._index != round.index:
-            self._index, self._guards = round.index, _guards_of("server", server)
-            self._first_round = FirstRound(self.algorithm) if round.index == 0 else None
-
-
-# --- returned values ---
 
 
 def check_server(server: object, like: Tensor, method: str) -> State:
@@ -122,55 +131,20 @@ def _check_client(state: object, method: str) -> State:
     return state
 
 
-def _check_updates(updates: object, w: Tensor, n: int) -> list[ClientUpdate]:
-    """Return for each of n clients the LocalUpdate of `local_update`, and the client's row in it."""
-    if isinstance(updates, LocalUpdate):
-        return [(_check_vectors(updates, w, n), row) for row in range(n)]
-    candidates = updates if isinstance(updates, Sequence) else ()
-    if len(candidates) != n or not all(isinstance(update, LocalUpdate) for update in candidates):
-        kind = f"{len(candidates)} times {_kind(candidates[0])}" if candidates else _kind(updates)
-        raise ValueError(
-            f"local_update must return a fastsam.fed.LocalUpdate (or a list of {n}, one for each client), got {kind}"
-        )
-    return [(_check_vectors(update, w, 1), 0) for update in candidates]
-
-
-def _check_vectors(update: LocalUpdate, w: Tensor, n: int) -> LocalUpdate:
-    for name in update.constants.vectors:
-        v = getattr(update, name)
-        fits = isinstance(v, Tensor) and v.shape in (w.shape, (n, *w.shape))
-        if not fits or (v.dtype, v.device) != (w.dtype, w.device):
-            description = f"{v.dtype} {list(v.shape)} on {v.device}" if isinstance(v, Tensor) else _kind(v)
-            raise ValueError(
-                f"LocalUpdate.{name} must be {w.dtype} {[n, *w.shape]} (or {list(w.shape)}, one for all {n} clients) "
-                f"on {w.device}, like the server's w; got {description}"
-            )
-    state = {} if update.optimizer_state is None else update.optimizer_state
-    if not isinstance(state, Mapping) or not _are_tensors(state):
-        raise ValueError(f"LocalUpdate.optimizer_state must be a dict of tensors, or None, got {_kind(state)}")
-    for name, x in state.items():
-        if x.dim() == 0 or len(x) not in (1, n):
-            raise ValueError(
-                f"LocalUpdate.optimizer_state[{name!r}] must be [{n}, ...], or [1, ...] for all {n} clients, got "
-                f"{list(x.shape)}. Add a first dimension: x[None]"
-            )
-    return update
-
-
 def _check_finished(result: object, server: State, n: int) -> tuple[State, Upload]:
-    """Return the client's state, which may have tensors of `server`, and the Upload for n clients."""
+    """Return the clients' state, which may have tensors of `server`, and the Upload for n clients."""
     if not isinstance(result, tuple) or len(result) != 2 or not isinstance(result[1], Upload):
         description = f"({', '.join(map(_kind, result))})" if isinstance(result, tuple) else _kind(result)
-        raise ValueError(f"finish_client must return (client state, Upload), got {description}")
+        raise ValueError(f"finish must return (client state, Upload), got {description}")
     state, upload = result
     for name in ("mean", "sum"):
         vectors = getattr(upload, name)
         if not isinstance(vectors, Mapping) or not _are_tensors(vectors):
-            raise ValueError(f"Upload({name}=...) of finish_client must be a dict of tensors, got {_kind(vectors)}")
-        _check_first_dimension(vectors, n, f"Upload({name}=...) of finish_client")
+            raise ValueError(f"Upload({name}=...) of finish must be a dict of tensors, got {_kind(vectors)}")
+        _check_first_dimension(vectors, n, f"Upload({name}=...) of finish")
     server_ids = set(map(id, server.values()))
-    private = {name: t for name, t in _check_client(state, "finish_client").items() if id(t) not in server_ids}
-    _check_first_dimension(private, n, "the state that finish_client returns")
+    private = {name: t for name, t in _check_client(state, "finish").items() if id(t) not in server_ids}
+    _check_first_dimension(private, n, "the state that finish returns")
     return state, upload
 
 
@@ -195,9 +169,7 @@ def _kind(value: object) -> str:
     return type(value).__name__
 
 
-# --- tensors that must not be written ---
-
-_Guard = tuple[str, Tensor, int]  # a tensor of an argument, with its name and version
+# --- the first round ---
 
 
 def _guards_of(owner: str, state: State) -> list[_Guard]:
@@ -211,3 +183,74 @@ def _check_guards(guards: Sequence[_Guard]) -> None:
                 f"a function of the algorithm wrote into {name}, which is shared; it must return a new tensor (x + y "
                 "in place of x += y or x.add_(y))"
             )
+
+
+def _copy_of(algorithm: Any) -> Any:
+    """Return a copy, whose calls do not change the user's algorithm, or None if it cannot be copied."""
+    try:
+        return copy.deepcopy(algorithm)
+    except Exception as error:
+        log.info("%s cannot be copied: its rows are not compared (%s)", type(algorithm).__name__, error)
+        return None
+
+
+def check_padding(vectors: Mapping[str, Tensor], layout: ParameterLayout, label: str) -> None:
+    """Raise ValueError for a finite number other than zero in the padding of rows `[..., row_size]`.
+
+    Numbers that are not finite are handled elsewhere: their client is excluded, or the run stops with that reason.
+    """
+    for name, x in vectors.items():
+        if x.dim() == 0 or x.shape[-1] != layout.row_size or not x.is_floating_point():
+            continue
+        values = x[..., layout.padding.to(x.device)]
+        if bool((values.isfinite() & (values != 0)).any()):
+            raise ValueError(
+                f"{label} has numbers in the padding of {name!r}, which would enter its norms: between parameters a "
+                f"row is zero. Draw random numbers into the views of round.layout.unflatten(row), or make the row of a "
+                f"vector, round.layout.row(vector)"
+            )
+
+
+def _check_rows(algorithm: Any, method: str, joint: Any, single_calls: Sequence[Sequence[Any]], n: int) -> None:
+    """Raise AlgorithmError unless a method gives n clients together (`joint`) the same numbers, to rounding, as each
+    client of `single_calls` by itself."""
+    with torch.random.fork_rng([]):
+        for place, arguments in enumerate(single_calls):
+            alone = getattr(algorithm, method)(*arguments)
+            if any(_differs(a, b) for a, b in zip(_parts(joint, place, n), _parts(alone, 0, 1), strict=False)):
+                raise AlgorithmError(
+                    f"{type(algorithm).__name__}.{method} returns different numbers for {n} clients together and for "
+                    "each by itself, so that results would depend on the executor. Each row must come from its own "
+                    "client: use delta.norm(dim=1, keepdim=True) in place of delta.norm(), and draw random numbers "
+                    "only from a generator whose seed is round.seed"
+                )
+
+
+def _parts(value: Any, place: int, n: int) -> Iterator[Tensor | float]:
+    """Yield the tensors and numbers in `value` that belong to the client at `place` of n."""
+    if isinstance(value, Tensor):
+        yield value[place] if value.dim() > 0 and len(value) == n else value
+    elif isinstance(value, (int, float)):
+        yield value
+    elif isinstance(value, Mapping):
+        for name in sorted(value):
+            yield from _parts(value[name], place, n)
+    elif is_dataclass(value):
+        for field in fields(value):
+            yield from _parts(getattr(value, field.name), place, n)
+    elif isinstance(value, (tuple, list)):
+        own = [value[place]] if isinstance(value, list) and len(value) == n else value  # a weight for each client
+        for part in own:
+            yield from _parts(part, place, n)
+
+
+def _differs(a: Tensor | float, b: Tensor | float) -> bool:
+    """Return whether a and b differ by more than rounding; NaN equals NaN."""
+    if not isinstance(a, Tensor) or not isinstance(b, Tensor):
+        return not isinstance(a, Tensor) and not isinstance(b, Tensor) and not math.isclose(a, b, rel_tol=1e-4)
+    if a.numel() != b.numel() or not a.is_floating_point():
+        return False
+    a, b = a.flatten(), b.flatten()
+    finite = a.isfinite() & b.isfinite()
+    difference = torch.where(finite, a - b, 0).double().norm()
+    return bool(difference > torch.finfo(a.dtype).eps ** 0.5 * torch.where(finite, a, 0).double().norm())

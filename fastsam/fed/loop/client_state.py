@@ -213,9 +213,8 @@ def _place(device: torch.device, nbytes: float) -> tuple[str, str]:
 
 
 def vectors(algorithm: Algorithm, server: State) -> float:
-    """Return the number of vectors, of the size of "w", that a client keeps, at least its first state's vectors."""
-    begin = sum(t.nbytes for t in algorithm.init_client(server).values()) / max(server["w"].nbytes, 1)
-    return max(begin, getattr(algorithm, "client_vectors", 0))
+    """Return the number of vectors, of the size of "w", of a client's first state."""
+    return sum(t.nbytes for t in algorithm.init_client(server).values()) / max(server["w"].nbytes, 1)
 
 
 def has_separate_memory(device: torch.device) -> bool:

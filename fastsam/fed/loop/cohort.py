@@ -26,7 +26,8 @@ from fastsam.fed.stages.base import ClientUploads, Stage
 from fastsam.fed.stages.client_weights import own_weights_of
 from fastsam.fed.sums.fixed_point import FixedPointAggregate, Problems, read
 from fastsam.fed.sums.ranks import Ranks
-from fastsam.fed.update.local_update import ClientResults, ClientUpdate
+from fastsam.fed.update.results import ClientResults
+from fastsam.fed.update.steps import Step
 
 log = logging.getLogger("fastsam.fed")
 
@@ -39,9 +40,10 @@ _NOTHING: frozenset[int] = frozenset()
 class Cohort:
     """The clients of one round, between the algorithm and the executor.
 
-    A client is excluded if its loss, delta, gradient, dual, upload or new state is not finite. A NaN or infinity in any
-    step of a client leaves a delta that is not finite, so no step is checked. If the run says so, a client whose model
-    or loss raises is excluded too. Nothing of an excluded client enters the sums, and its state stays as it was.
+    A client is excluded if its loss, delta, an output of its step, its upload or its new state is not finite. A NaN or
+    infinity in any step of a client leaves a delta that is not finite, so no step is checked. If the run says so, a
+    client whose model or loss raises is excluded too. Nothing of an excluded client enters the sums, and its state
+    stays as it was.
 
     Args:
         contract, settings, data, stages, states, ranks: parts of the run.
@@ -79,7 +81,7 @@ class Cohort:
     backward_passes: int = 0
     # states before the round of clients that train: rows, and the client's place among them
     _training: dict[int, tuple[StateRows, int]] = field(default_factory=dict)
-    _first: tuple[StateRows, ClientUpdate] | None = None  # see `_first_of`
+    _first: tuple[StateRows, Step] | None = None  # see `_first_of`
 
     def __post_init__(self) -> None:
         self.client_ids = list(self.weights)
@@ -106,10 +108,10 @@ class Cohort:
         works = plan(setup.population, setup.options, index, order, at_once)
         for start in range(0, len(order), block_size):
             clients = order[start : start + block_size]
-            for i, (update, row) in zip(clients, self._updates(clients), strict=True):
+            for i, (step, row, n) in zip(clients, self._steps(clients), strict=True):
                 snapshots = self._snapshots(i) if self.stages else _NOTHING
                 loop = self._loop(i) if self.contract.has_loop else None
-                yield Task(i, next(works), setup, index, lr, update, row, snapshots, loop)
+                yield Task(i, next(works), setup, index, lr, step, row, n, snapshots, loop)
 
     def _loop(self, client: int) -> ClientLoop:
         """Return the algorithm's loop for a client."""
@@ -118,40 +120,40 @@ class Cohort:
         run = partial(self.contract.train_client, server, state, self.visible)
         return ClientLoop(run, [*server.values(), *state.values()])
 
-    def _updates(self, clients: Sequence[int]) -> list[ClientUpdate]:
-        """Return for each client its LocalUpdate and the index of its row in it.
+    def _steps(self, clients: Sequence[int]) -> list[tuple[Step, int, int]]:
+        """Return for each client its local step, the index of its row in it, and the number of the rows.
 
-        Clients that take part for the first time share one state, and therefore one LocalUpdate.
+        Clients that take part for the first time share one state, and therefore one step.
         """
         all_states = self.old_state.clients
         states = {i: self.states.get(i, all_states[i]) for i in clients if i in all_states}
-        updates: dict[int, ClientUpdate] = {}
+        steps: dict[int, tuple[Step, int, int]] = {}
         if len(states) < len(clients):
             new = clients if not states else [i for i in clients if i not in states]
-            rows, update = self._first_of(new)
+            rows, step = self._first_of(new)
             self._training |= dict.fromkeys(new, (rows, 0))
-            updates = dict.fromkeys(new, update)
+            steps = dict.fromkeys(new, (step, 0, 1))
         ids, states_of_ids = list(states), list(states.values())
         for places in group_by_shape(states_of_ids):
             rows, group = StateRows.of([states_of_ids[i] for i in places]), [ids[i] for i in places]
+            step = self._local_step(rows, group)
             self._training |= {client: (rows, place) for place, client in enumerate(group)}
-            updates |= zip(group, self._local_updates(rows, group), strict=True)
-        return [updates[i] for i in clients]
+            steps |= {client: (step, place, len(group)) for place, client in enumerate(group)}
+        return [steps[i] for i in clients]
 
-    def _first_of(self, clients: Sequence[int]) -> tuple[StateRows, ClientUpdate]:
-        """Return the state and the local update of clients that take part for the first time, which all share."""
+    def _first_of(self, clients: Sequence[int]) -> tuple[StateRows, Step]:
+        """Return the state and the step of clients that take part for the first time, which all share."""
         if self._first is None:
             rows = StateRows.of([self.contract.init_client(self.old_state.server, self.visible, clients)])
-            self._first = rows, self._local_updates(rows, clients[:1])[0]
+            self._first = rows, self._local_step(rows, clients[:1])
         return self._first
 
-    def _local_updates(self, states: StateRows, clients: Sequence[int]) -> list[ClientUpdate]:
-        """Return the local updates of clients with these states."""
-        server, n = self.old_state.server, len(clients)
-        updates = self.contract.local_updates(server, states.rows, n, self.visible, clients)
+    def _local_step(self, states: StateRows, clients: Sequence[int]) -> Step:
+        """Return the local step of clients with these states."""
+        step = self.contract.local_step(self.old_state.server, states.rows, len(clients), self.visible, clients)
         for stage in self.stages:
-            updates = stage.process_updates(updates, states.rows)
-        return updates
+            step = stage.process_step(step, states.rows)
+        return step
 
     def _snapshots(self, client: int) -> frozenset[int]:
         """Return the local steps of a client before which its row is copied for the stages."""
@@ -183,7 +185,7 @@ class Cohort:
 
     def _add_and_store(self, states: StateRows, results: ClientResults, has_norms: bool) -> None:
         """Add the results of clients to the sums, and store their new states."""
-        norms = results.losses if has_norms else _norms_of(results)  # before `finish_client`, which may write into them
+        norms = results.losses if has_norms else _norms_of(results)  # before `finish`, which may write into them
         uploads = self._uploads(states, results)
         for stage in self.stages:
             stage.process_uploads(uploads, self.round)
@@ -291,9 +293,8 @@ def _nonfinite_clients(uploads: ClientUploads) -> Problems:
     new_state = {name: x for name, x in uploads.state.items() if not any(x is t for t in uploads.server.values())}
     problems: Problems = {}
     summed_ids = {id(x) for x in (*uploads.mean.values(), *uploads.sum.values())}
-    for name in ("delta", "gradient", "dual"):
-        x = getattr(results, name)
-        if x is None or id(x) in summed_ids or all(v.isfinite() for v in torch.aminmax(x)):
+    for name, x in {"delta": results.delta, **results.outputs}.items():
+        if id(x) in summed_ids or all(v.isfinite() for v in torch.aminmax(x)):
             continue
         bad_rows = [i for i, good in enumerate(x.isfinite().all(dim=1).tolist()) if not good]
         problems = dict.fromkeys(bad_rows, f"its {name} is not finite") | problems

@@ -19,9 +19,14 @@ from fastsam.fed.common.checks import nearest
 from fastsam.fed.executors.base import ClientError
 from fastsam.fed.executors.client import Client
 from fastsam.fed.sums.fixed_point import Problems
-from fastsam.fed.update.local_update import ClientResults, ClientUpdate, LocalUpdate
+from fastsam.fed.update.results import ClientResults
+from fastsam.fed.update.steps import Step
 
-_METHODS = ("init_server", "init_client", "local_update", "finish_client", "step_server")
+_METHODS = ("init_server", "init_client", "local_step", "finish", "step_server")
+_GONE = {
+    "local_update": "local_step",
+    "finish_client": "finish",
+}  # methods that algorithms had, and what took their place
 
 _FLOAT64 = (
     ". Means and sums of an aggregate are float64. Write server['w'].double(), or "
@@ -36,8 +41,10 @@ class AlgorithmError(ValueError):
 class Contract:
     """Calls of the methods of an algorithm. Exceptions become AlgorithmErrors; returned values are used as they are.
 
-    `local_updates` and `finish_clients` call the algorithm's `local_update` and `finish_client` for n clients at once.
+    `local_step` and `finish_clients` call the algorithm's `local_step` and `finish` for n clients at once.
     """
+
+    checks_steps = False  # a step is tried before round 1
 
     def __init__(self, algorithm: Algorithm) -> None:
         self.algorithm = algorithm
@@ -77,14 +84,9 @@ class Contract:
         """Return the state of new clients, which they share. `round` is None before the first round."""
         return self.call("init_client", (server,), None if round is None else round.index, client_ids)
 
-    def local_updates(
-        self, server: State, client: State, n: int, round: Round, client_ids: Sequence[int] = ()
-    ) -> list[ClientUpdate]:
-        """Return the local updates of n clients with the states `client`, `[n, ...]`; without ids in the trial."""
-        updates = self.call("local_update", (server, client, round), round.index if client_ids else None, client_ids)
-        if isinstance(updates, LocalUpdate):
-            return [(updates, row) for row in range(n)]
-        return [(update, 0) for update in updates]
+    def local_step(self, server: State, client: State, n: int, round: Round, client_ids: Sequence[int] = ()) -> Step:
+        """Return the local step of n clients with the states `client`, `[n, ...]`; without ids in the trial."""
+        return self.call("local_step", (server, client, round), round.index if client_ids else None, client_ids)
 
     def train_client(
         self, server: State, state: State, round: Round, client: Client, is_trial: bool = False
@@ -97,7 +99,7 @@ class Contract:
         self, server: State, states: Sequence[State], client: State, results: ClientResults, round: Round
     ) -> tuple[State, Upload]:
         """Return the new states of n clients, `[n, ...]`, and their upload. `client` holds `states` as rows."""
-        return self.call("finish_client", (server, client, results, round), round.index, results.client_ids)
+        return self.call("finish", (server, client, results, round), round.index, results.client_ids)
 
     def step_server(self, server: State, aggregate: Aggregate, round: Round) -> State:
         """Return the server's state after the round."""
@@ -119,6 +121,11 @@ def check_algorithm(algorithm: object) -> None:
         raise ValueError(f"algorithm must be an object, got the name {algorithm!r}: {hint}")
     if isinstance(algorithm, type):
         raise ValueError(f"algorithm must be an instance: write {algorithm.__name__}(...), not {algorithm.__name__}")
+    for old, new in _GONE.items():
+        if hasattr(algorithm, old):
+            raise ValueError(
+                f"{type(algorithm).__name__}.{old} is not called any more. Write {new}, as docs/own_algorithm.md does"
+            )
     absent = [m for m in _METHODS if not callable(getattr(algorithm, m, None))]
     absent += [
         a for a in ("download_vectors", "upload_vectors") if not isinstance(getattr(algorithm, a, None), (int, float))

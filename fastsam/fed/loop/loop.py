@@ -1,7 +1,7 @@
 """The federated loop.
 
-One round:  Loop._draw -> Cohort.tasks (Algorithm.init_client, local_update) -> Executor.train (local steps)
-            -> Cohort.finish (Stage.process_results, Algorithm.finish_client, Stage.process_uploads, fixed-point sums)
+One round:  Loop._draw -> Cohort.tasks (Algorithm.init_client, local_step) -> Executor.train (local steps)
+            -> Cohort.finish (Stage.process_results, Algorithm.finish, Stage.process_uploads, fixed-point sums)
             -> Cohort.all_reduce -> Stage.process_aggregate -> Algorithm.step_server -> Stage.process_buffers
             -> Evaluator -> Stage.measure, Stage.record -> RunDirectory.log and save
 One client: executors.local_work.train -> ClientTrainer.open -> next_step for each batch (Passes.run for a gradient,
@@ -57,6 +57,7 @@ class Loop:
         stages: the chain between the clients' local work and the server's step.
         weights: the weights of all clients if the user gives them.
         personal: makes the clients' own models, or None.
+        vectors: number of vectors of the size of the weights that a client in training has.
     """
 
     population: Population
@@ -71,6 +72,7 @@ class Loop:
     stages: Sequence[Stage] = ()
     weights: Sequence[int] | None = None
     personal: ClientModels | None = None
+    vectors: int = 2
 
     def run(self, state: RunState, directory: RunDirectory | None, listeners: CallbackHandler) -> RunState:
         """Run the rounds after `state`, and return the last state.
@@ -107,6 +109,11 @@ class Loop:
         """Return the bytes that the server and the clients keep, on all ranks; collective."""
         clients = self.ranks.gather(replace(state, server={}).nbytes)
         return replace(state, clients={}).nbytes + sum(clients)
+
+    def client_vectors(self, state: RunState) -> float:
+        """Return the largest number of vectors of the size of the weights that a client keeps; collective."""
+        kept = [sum(t.nbytes for t in client.values()) for client in state.clients.values()]
+        return max(self.ranks.gather(max(kept, default=0))) / state.server["w"].nbytes
 
     @property
     def algorithm(self) -> Algorithm:

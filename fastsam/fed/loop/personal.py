@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,12 +16,12 @@ from torch import Tensor
 from fastsam.fed.algorithms.base import Aggregate, Algorithm, Round, State, Upload
 from fastsam.fed.executors.client import Client
 from fastsam.fed.loop.options import Settings
-from fastsam.fed.update.local_update import ClientResults, LocalUpdate
 from fastsam.fed.update.model_copy import move_buffers
 from fastsam.fed.update.parameter_layout import ParameterLayout
+from fastsam.fed.update.results import ClientResults
+from fastsam.fed.update.steps import Step
 
 STATE_KEY = "personal"  # the name of a client's local parameters in its state
-_MASKED = ("delta", "gradient", "dual", "eps")  # rows of results that an algorithm sees without local parameters
 
 
 class AlgorithmModels:
@@ -70,8 +69,6 @@ class PersonalizedAlgorithm:
         fraction = 1 - num_local / layout.numel
         self.download_vectors, self.upload_vectors = inner.download_vectors * fraction, inner.upload_vectors * fraction
         self.sends_weights = getattr(inner, "sends_weights", False)
-        self.client_vectors = getattr(inner, "client_vectors", 0) + num_local / layout.numel
-        self.working_vectors = getattr(inner, "working_vectors", 0) + 1  # where it begins
 
     def row(self, server: State, state: State | None) -> Tensor:
         """Return a client's model: the global weights `[row_size]` with the client's local parameters, or with their
@@ -98,40 +95,32 @@ class PersonalizedAlgorithm:
         """Return the inner state, with the initial values of the client's local parameters and buffers."""
         return {**self.inner.init_client(server), STATE_KEY: server["w"][self.places], **self.initial_buffers}
 
-    def local_update(self, server: State, client: State, round: Round) -> LocalUpdate | Sequence[LocalUpdate]:
-        """Return the inner constants, with the start of each client."""
-        local_weights = client[STATE_KEY]
-        start = server["w"].repeat(len(local_weights), 1)
-        start[:, self.places] = local_weights
-        inner_step = self.inner.local_update(server, self._inner(client), round)
-        buffers = [client[name] for name in self.initial_buffers]
-        if isinstance(inner_step, LocalUpdate):
-            return self._with_local_start(inner_step, start, server["w"], buffers)
-        return [
-            self._with_local_start(step, row, server["w"], [b[place : place + 1] for b in buffers])
-            for place, (step, row) in enumerate(zip(inner_step, start, strict=True))
-        ]
-
-    def _with_local_start(self, step: LocalUpdate, start: Tensor, w: Tensor, buffers: Sequence[Tensor]) -> LocalUpdate:
+    def local_step(self, server: State, client: State, round: Round) -> Step:
+        """Return the inner step, with the start of each client."""
+        own, w = client[STATE_KEY], server["w"]
+        step = self.inner.local_step(server, self._inner(client), round)
         if step.start is not None:
             raise ValueError(
                 f"local_parameters= serves no algorithm with its own start, and {type(self.inner).__name__} has one"
             )
-        if step.optimizer_state is not None:
+        if step.state is not None:
             raise ValueError(
                 "local_parameters= serves no algorithm that sends the state of the local optimizer, and "
                 f"{type(self.inner).__name__} sends it. Use another algorithm, or leave local_parameters out"
             )
-        q = step.gradient_offset
-        if q is not None and step.proximal_coefficient:  # the constant half of phi*(w - start)
-            q = q - step.proximal_coefficient * (start - w)
-        return replace(step, start=start, gradient_offset=q, buffers=buffers or None)
+        start = w.repeat(len(own), 1)
+        start[:, self.places] = own
+        q = step.q
+        if q is not None and step.prox is not None:  # the constant half of prox*(w - start)
+            q = (q - step.prox * (start - w)).to(w.dtype)
+        buffers = [client[name] for name in self.initial_buffers]
+        return replace(step, start=start, q=q, buffers=buffers or None)
 
     def train_client(self, client: Client, server: State, state: State, round: Round) -> Mapping[str, Tensor] | None:
         """Do the local work of the inner algorithm, from the client's own start."""
         return self.inner.train_client(client, server, self._inner(state), round)
 
-    def finish_client(self, server: State, client: State, results: ClientResults, round: Round) -> tuple[State, Upload]:
+    def finish(self, server: State, client: State, results: ClientResults, round: Round) -> tuple[State, Upload]:
         """Return the inner state and upload of the shared parameters, and the client's own parameters."""
         new_state = {STATE_KEY: client[STATE_KEY] + results.delta[:, self.places]}
         if self.initial_buffers and results.buffers is not None:
@@ -140,13 +129,15 @@ class PersonalizedAlgorithm:
             new_state |= {
                 name: torch.stack(column) for name, column in zip(self.initial_buffers, new_buffers, strict=True)
             }
-        shared_fields: dict[str, Any] = {name: self._zero_own(getattr(results, name)) for name in _MASKED}
-        shared_fields["start"] = None  # the shared weights start at the global model
-        state, upload = self.inner.finish_client(server, self._inner(client), replace(results, **shared_fields), round)
+        outputs = {name: self._zero_own(x) for name, x in results.outputs.items()}
+        # The shared weights start at the global model.
+        shared = replace(results, delta=self._zero_own(results.delta), outputs=outputs, start=None)
+        state, upload = self.inner.finish(server, self._inner(client), shared, round)
         return {**state, **new_state}, upload
 
-    def _zero_own(self, x: Tensor | None) -> Tensor | None:
-        return None if x is None else x.masked_fill(self.mask, 0)
+    def _zero_own(self, x: Tensor) -> Tensor:
+        """Return rows of vectors with zeros for the client's own parameters; numbers stay."""
+        return x.masked_fill(self.mask, 0) if x.shape[-1:] == self.mask.shape else x
 
     def step_server(self, server: State, aggregate: Aggregate, round: Round) -> State:
         """Return the inner server's state after the round."""

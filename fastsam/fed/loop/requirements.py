@@ -11,14 +11,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from fastsam.fed.algorithms import registry
-from fastsam.fed.algorithms.base import Algorithm, LocalUpdate
+from fastsam.fed.algorithms.base import Algorithm, Step
 from fastsam.fed.clients.loss_kind import LossKind
 from fastsam.fed.clients.set_loss import LIMIT, REMEDY, UNKNOWN
-from fastsam.fed.executors.torch_updates import SUPPORTED
 from fastsam.fed.measures.options import OF_GRADIENTS
 from fastsam.fed.stages.noise import sampler_choices
-from fastsam.fed.update.local_rule import STEP, LocalRule, optimizer_rule, sgd_rule
-from fastsam.fed.update.variant import StepVariant
+from fastsam.fed.update.local_rule import STEP, optimizer_rule, sgd_rule
+from fastsam.fed.update.steps import Shifted
 
 ACCOUNTED = ("bernoulli", "fixed", "shuffled")  # samplers whose law dp-accounting knows
 MIN_COHORT = 3  # least clients of a round with a majority against one client
@@ -42,13 +41,12 @@ class Facts:
         has_all_sizes: the numbers of samples of all clients are known.
         has_measures: there are measures.
         path_measures: names of the measures that follow a client's local steps.
-        update: constants of a first client.
+        step: the local step of a first client.
         has_phases: the algorithm's loop is more than one path of steps over the run's batches.
         loss_kind: the kind of the loss.
         measures: names of the measures.
         set_sizes: numbers of samples of the sets whose loss is recorded, by the option that requests it.
         gradient_bytes: bytes that a gradient of all measured samples at once keeps, 0 if unknown.
-        client_bytes: the same for the largest known client.
         written_parameters: trained parameters that a forward pass writes in place.
     """
 
@@ -62,13 +60,12 @@ class Facts:
     has_all_sizes: bool = True
     has_measures: bool = False
     path_measures: Sequence[str] = ()
-    update: LocalUpdate | None = None
+    step: Step | None = None
     has_phases: bool = False
     loss_kind: LossKind = _MEAN
     measures: Sequence[str] = ()
     set_sizes: Mapping[str, int] = field(default_factory=dict)
     gradient_bytes: float = 0.0
-    client_bytes: float = 0.0
     written_parameters: Sequence[str] = ()
 
     @property
@@ -116,19 +113,8 @@ def _of_steps(facts: Facts) -> Iterator[Contradiction]:
     if problem:
         needs = "a local rate and momentum that are known, because it computes with them"
         yield facts.name, needs, problem, "Use optimizer=partial(torch.optim.SGD, lr=0.1), say, or another algorithm"
-    if facts.update is not None:
-        yield from _of_rule(facts, optimizer_rule(settings.optimizer), facts.update.constants.variant)
-
-
-def _of_rule(facts: Facts, rule: LocalRule | None, variant: StepVariant) -> Iterator[Contradiction]:
-    """Yield the contradictions of the optimizer's rule, None for a class of torch that the kernels do not have."""
-    unmet_needs = sorted(variant.needs - SUPPORTED) if rule is None else ()
-    if unmet_needs:
-        lack = f"{facts.name} has steps with {', '.join(unmet_needs)}"
-        needs = "plain local steps, or steps of SAM, because it is not one of the kernels' rules"
-        remedy = "Use SGD, Adam, AdamW, Adagrad, RMSprop or Lion, or another algorithm"
-        yield "optimizer", needs, lack, remedy
-    if rule is not None and rule.is_decoupled and rule.decay and variant.constant:
+    rule = optimizer_rule(settings.optimizer)
+    if rule is not None and rule.is_decoupled and rule.decay and isinstance(facts.step, Shifted):
         lack = f"the steps of {facts.name} are at weights that are shifted for the whole round"
         needs = "weights that shrink by themselves, because its weight decay is decoupled"
         yield "optimizer", needs, lack, "Use weight_decay=0, an optimizer with coupled decay such as Adam, or FedSAM"
@@ -143,13 +129,13 @@ def _of_kept_optimizer(facts: Facts) -> Iterator[Contradiction]:
         yield request, "clients", f"{facts.name} has none", remedy
     if facts.has_phases:
         yield request, needs, f"{facts.name} has phases or models of its own", remedy
-    if facts.update is not None and facts.update.optimizer_state is not None:
+    if facts.step is not None and facts.step.state is not None:
         yield request, needs, f"{facts.name} begins each round with a state of its own", remedy
 
 
 def _of_optimizer_fields(facts: Facts) -> Iterator[Contradiction]:
     """Yield the contradictions of an algorithm that gives the local optimizer its state."""
-    names = sorted((facts.update.optimizer_state or ()) if facts.update is not None else ())
+    names = sorted((facts.step.state or ()) if facts.step is not None else ())
     settings, optimizer = facts.settings, facts.settings.optimizer
     own_rule = sgd_rule(settings.momentum, settings.weight_decay)
     rule = own_rule if optimizer is None else optimizer_rule(optimizer)
@@ -234,8 +220,8 @@ def _of_rules(facts: Facts) -> Iterator[Contradiction]:
         needs = f"{MIN_COHORT} clients in a round, to tell which one is far from the others"
         remedy = "Use a larger participation, or aggregation='mean'"
         yield request, needs, f"this run has rounds of {facts.cohort_size}", remedy
-    if rule.only_deltas and facts.algorithm is not None and not _is_plain(facts.algorithm, "finish_client"):
-        plain = _names(lambda one: _is_plain(one, "finish_client"))
+    if rule.only_deltas and facts.algorithm is not None and not _is_plain(facts.algorithm, "finish"):
+        plain = _names(lambda one: _is_plain(one, "finish"))
         lack, remedy = f"the clients of {facts.name} send other vectors", f"Use aggregation='mean', or one of {plain}"
         yield request, "clients that send only their delta", lack, remedy
 
@@ -280,12 +266,8 @@ def _of_client_models(facts: Facts) -> Iterator[Contradiction]:
 
 def _of_writes(facts: Facts) -> Iterator[Contradiction]:
     """Yield the contradictions of a forward pass that writes trained parameters in place."""
-    if not facts.written_parameters or facts.update is None:
-        return
-    lack = "has phases or models of its own" if facts.has_phases else ""
-    if not facts.update.constants.variant.serves_writes:
-        lack = "has passes at perturbed weights, or before the first step"
-    if lack:
+    if facts.written_parameters and facts.has_phases:
+        lack = "has phases or models of its own"
         request = f"the parameter {facts.written_parameters[0]!r}, which a forward pass writes in place,"
         needs = "local steps that begin with a pass at the unperturbed weights, where the write counts"
         remedy = "Compute the value in forward(), as torch.nn.utils.parametrizations do, or use FedAvg or FedSAM, say"
@@ -313,10 +295,6 @@ def _of_loss(facts: Facts) -> Iterator[Contradiction]:
     if kind.is_mean:
         return
     needs, lack = "a loss that is a mean over samples", f"{kind.name} may be none: {UNKNOWN}"
-    if facts.update is not None and facts.update.full_gradient and facts.client_bytes > ACTIVATIONS:
-        size = f"{facts.client_bytes / 2**30:.0f} GiB"
-        reason = f"{needs}, because a gradient of all samples of a client at once keeps {size}"
-        yield facts.name, reason, lack, REMEDY
     for name in facts.measures:
         if name in OF_GRADIENTS and facts.gradient_bytes > ACTIVATIONS:
             reason = f"{needs}, because a gradient of all samples at once keeps {facts.gradient_bytes / 2**30:.0f} GiB"
@@ -354,7 +332,7 @@ def _more_than_delta(facts: Facts) -> str:
     """Return why the server learns more of a client than its clipped delta."""
     if facts.is_("pools_data"):
         return f"{facts.name} has no clients"
-    if not _is_plain(facts.algorithm, "finish_client"):
+    if not _is_plain(facts.algorithm, "finish"):
         return f"the clients of {facts.name} send or keep more"
     return f"the clients of {facts.name} keep something, which depends on the rounds in which they took part"
 
@@ -366,7 +344,7 @@ def _is_plain(algorithm: object, *methods: str) -> bool:
 
 def only_deltas(algorithm: object) -> bool:
     """Return True if the delta is all that the server learns of a client, and a client keeps nothing."""
-    plain = _is_plain(algorithm, "init_client", "finish_client", "own_parameters")
+    plain = _is_plain(algorithm, "init_client", "finish", "own_parameters")
     return plain and not getattr(algorithm, "pools_data", False)
 
 

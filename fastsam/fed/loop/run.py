@@ -198,10 +198,18 @@ def run(
             loop.has_value,
         )  # fmt: skip
         state = loop.run(state, directory, listeners)
-        nbytes, client_accuracies = loop.nbytes(state), loop.client_accuracies(state)
+        nbytes, vectors, client_accuracies = (
+            loop.nbytes(state),
+            loop.client_vectors(state),
+            loop.client_accuracies(state),
+        )
     with listeners:
         final = export_state(state)
-        facts |= _summary(loop) | {"stopped": listeners.stopped, "state_megabytes": nbytes / 1e6}
+        facts |= _summary(loop) | {
+            "stopped": listeners.stopped,
+            "state_megabytes": nbytes / 1e6,
+            "client_vectors": vectors,
+        }
         facts["train_accuracy"] = _train_accuracy(loop, population, state) if trial.classifies else None
         client_model = None
         if loop.personal is not None:
@@ -259,7 +267,6 @@ def _check_surroundings(run_dir: Any, resume: Any, collate: Any) -> None:
 
 def _summary(loop: Loop) -> dict[str, Any]:
     """Return the facts of a finished run. `client_megabytes` is the memory of a local step in units of 1e6 bytes."""
-    vectors = 2 + getattr(loop.algorithm, "working_vectors", 0)  # weights, a gradient, and the algorithm's vectors
     return {
         "executor": loop.choice.name,
         "slots": loop.choice.executor.slots,
@@ -269,7 +276,7 @@ def _summary(loop: Loop) -> dict[str, Any]:
         "target": loop.settings.target,
         "metrics": list(loop.evaluator.metrics),
         "seed": loop.settings.seed,
-        "client_megabytes": vectors * loop.view.nbytes / 1e6,
+        "client_megabytes": loop.vectors * loop.view.nbytes / 1e6,
         "privacy": None,
         **{key: value for stage in loop.stages for key, value in stage.summary().items()},
     }

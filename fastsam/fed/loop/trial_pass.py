@@ -177,7 +177,7 @@ def _check_hooks(model: nn.Module) -> None:
         if p._backward_hooks or getattr(p, "_post_accumulate_grad_hooks", None):
             raise ValueError(
                 f"the parameter {name!r} has hooks, and clients train on copies without them. Remove the hooks; a mask "
-                "of gradients becomes a mask in forward(), or requires_grad=False, or a LocalUpdate of the algorithm"
+                "of gradients becomes a mask in forward(), or requires_grad=False, or a step of the algorithm"
             )
 
 

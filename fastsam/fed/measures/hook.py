@@ -25,8 +25,8 @@ from fastsam.fed.measures.options import NAMES, Measures, NamedMeasures
 from fastsam.fed.measures.own import OwnMeasures
 from fastsam.fed.sums.fixed_point import FixedPointSum
 from fastsam.fed.sums.ranks import Ranks
-from fastsam.fed.update.local_update import ClientResults, Snapshot
 from fastsam.fed.update.model_copy import Replica
+from fastsam.fed.update.results import ClientResults, Snapshot
 
 ALONG_THE_PATH = frozenset({"perturbation_drift", "smoothness", "drifts"})
 WITHOUT_DATA = frozenset({"consistency", "drifts", "dual_gap"})
@@ -138,8 +138,9 @@ class RoundMeasures:
             if total.problem(row, 1.0) is None:
                 total.add_(row, 1.0)
         snapshots = results.snapshots[i] if results.snapshots else {}
-        if snapshots or results.eps is not None:
-            eps = None if results.eps is None else results.eps[i].clone()
+        last = results.outputs.get("eps")
+        if snapshots or last is not None:
+            eps = None if last is None else last[i].clone()
             self._results.results[results.client_ids[i]] = _End(row.clone(), results.num_steps[i], eps, snapshots)
 
     def join(self, ranks: Ranks, context: Round) -> None:

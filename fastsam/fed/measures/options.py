@@ -11,7 +11,7 @@ from torch import Tensor
 from fastsam.fed.algorithms.base import Aggregate, Round, State
 from fastsam.fed.common.checks import integer, number
 from fastsam.fed.common.option import NamedOptions, made_of, option
-from fastsam.fed.update.local_update import ClientResults
+from fastsam.fed.update.results import ClientResults
 
 # Each measure with its keys in a round's record.
 NAMES: dict[str, tuple[str, ...]] = {

@@ -10,8 +10,8 @@ from torch import Tensor
 from fastsam.fed.algorithms.base import Aggregate, Round, State
 from fastsam.fed.measures.options import Measures
 from fastsam.fed.sums.ranks import Ranks
-from fastsam.fed.update.local_update import ClientResults, Snapshot
 from fastsam.fed.update.parameter_layout import ParameterLayout
+from fastsam.fed.update.results import ClientResults, Snapshot
 
 
 class PlainAggregate:
@@ -96,18 +96,10 @@ def _plain_results(results: ClientResults, layout: ParameterLayout) -> ClientRes
         snapshots = [
             {k: Snapshot(layout.vector(s.w), to_vector(s.eps)) for k, s in one.items()} for one in results.snapshots
         ]
-    delta, dual, eps, gradient = (
-        layout.vector(results.delta),
-        to_vector(results.dual),
-        to_vector(results.eps),
-        to_vector(results.gradient),
-    )
     return replace(
         results,
-        delta=delta,
-        dual=dual,
-        eps=eps,
-        gradient=gradient,
+        delta=layout.vector(results.delta),
+        outputs={name: _plain(x, layout) for name, x in results.outputs.items()},
         start=to_vector(results.start),
         snapshots=snapshots,
         extra={name: _plain(x, layout) for name, x in results.extra.items()},

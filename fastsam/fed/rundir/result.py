@@ -61,8 +61,9 @@ class Result:
         measures: values of the last measured round.
         metrics: values of the last evaluated round, over the test set and over clients.
         state_megabytes: states of server and clients at the end.
+        client_vectors: largest number of vectors of the size of the weights that a client keeps.
         client_state: place of the clients' states.
-        client_megabytes: weights, one gradient, and further memory of a local step, as the algorithm declares.
+        client_megabytes: weights, one gradient, and further vectors of a local step.
         """
         return summary(self.history, self._facts)
 
@@ -158,7 +159,15 @@ def summary(history: Sequence[Mapping[str, Any]], facts: Mapping[str, Any]) -> d
         "metrics": {key: last.get(key) for key in _metric_keys(facts["metrics"])},
         **{
             key: facts[key]
-            for key in ("state_megabytes", "client_state", "client_megabytes", "executor", "backend", "seed")
+            for key in (
+                "state_megabytes",
+                "client_vectors",
+                "client_state",
+                "client_megabytes",
+                "executor",
+                "backend",
+                "seed",
+            )
         },
     }
 

@@ -11,8 +11,9 @@ from torch import Tensor
 from fastsam.fed.algorithms.base import Aggregate, Round, State
 from fastsam.fed.sums.fixed_point import FixedPointAggregate, Problems
 from fastsam.fed.sums.ranks import Ranks
-from fastsam.fed.update.local_update import ClientResults, ClientUpdate
 from fastsam.fed.update.model_copy import Replica
+from fastsam.fed.update.results import ClientResults
+from fastsam.fed.update.steps import Step
 
 
 @dataclass
@@ -58,10 +59,9 @@ class Stage:
     def begin_round(self, sums: FixedPointAggregate) -> None:
         """Begin a round with clients. `sums` will hold the sums of their uploads."""
 
-    def process_updates(self, updates: list[ClientUpdate], client: State) -> list[ClientUpdate]:
-        """Return the local updates of n clients, each with the index of its row, whose states are `client`,
-        `[n, ...]`."""
-        return updates
+    def process_step(self, step: Step, client: State) -> Step:
+        """Return the local step of n clients, whose states are `client`, `[n, ...]`."""
+        return step
 
     def snapshots(self, round: Round, num_steps: int) -> Iterable[int]:
         """Return the local steps of a client before which its row is copied for this stage."""

@@ -66,7 +66,7 @@ def own_weights_of(upload: Upload, sends_weights: bool, n: int, device: torch.de
     """
     if (upload.weight is not None) != sends_weights:
         raise ValueError(
-            "finish_client must return an Upload with a weight in every round if the class says sends_weights = True, "
+            "finish must return an Upload with a weight in every round if the class says sends_weights = True, "
             f"and never otherwise; got {'none with' if sends_weights else 'one without'} sends_weights = True"
         )
     if upload.weight is None:
@@ -74,7 +74,7 @@ def own_weights_of(upload: Upload, sends_weights: bool, n: int, device: torch.de
     weights = torch.as_tensor(upload.weight, dtype=torch.float64, device=device).detach()
     if weights.shape != (n,) or bool((weights < 0).any()):
         raise ValueError(
-            f"Upload(weight=...) of finish_client must be a number >= 0 for each of the {n} clients, [{n}]; got "
+            f"Upload(weight=...) of finish must be a number >= 0 for each of the {n} clients, [{n}]; got "
             f"{weights.tolist() if weights.shape == (n,) else list(weights.shape)}"
         )
     return weights

@@ -12,7 +12,7 @@ from torch import Tensor
 from fastsam import ops
 from fastsam.fed.algorithms.base import Round
 from fastsam.fed.stages.base import Stage
-from fastsam.fed.update.local_update import ClientResults
+from fastsam.fed.update.results import ClientResults
 from fastsam_kernels.hparams import NUM_HPARAMS
 
 
@@ -29,9 +29,9 @@ class Clip(Stage):
         self.limit, self.local = limit, local
 
     def process_results(self, results: ClientResults, round: Round) -> list[float]:
-        """Clip the deltas and full gradients in place and return the norms of the deltas."""
-        if results.gradient is not None and results.norms is None:  # a pilot's gradient is not sent
-            self._shorten_sent(results.gradient)
+        """Clip the deltas and full gradients in place, and return the norms of the deltas."""
+        if "full_gradient" in results.outputs:
+            self._shorten_sent(results.outputs["full_gradient"])
         return [min(norm, self.limit) for norm in self._shorten_sent(results.delta)]
 
     def _shorten_sent(self, rows: Tensor) -> list[float]:

@@ -67,7 +67,7 @@ class Compress(Stage):
         if DELTA not in uploads.mean:
             raise ValueError(
                 f"compression=TopK(share={self.options.share:g}) needs clients that send their delta, but "
-                f"finish_client of {self.algorithm} returned an Upload without mean[{DELTA!r}]. Name the delta so, or "
+                f"finish of {self.algorithm} returned an Upload without mean[{DELTA!r}]. Name the delta so, or "
                 "leave compression out"
             )
         delta, error = uploads.mean[DELTA], uploads.client.get(ERROR)

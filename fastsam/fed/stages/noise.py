@@ -17,10 +17,10 @@ from fastsam.fed.privacy.accountant import NEIGHBOURS, Accountant, Participation
 from fastsam.fed.privacy.options import delta_of
 from fastsam.fed.stages.base import Stage
 from fastsam.fed.sums.fixed_point import FixedPointAggregate
-from fastsam.fed.update.local_update import ClientResults
 from fastsam.fed.update.parameter_layout import ParameterLayout
+from fastsam.fed.update.results import ClientResults
 
-DELTA = "delta"  # the upload of `Algorithm.finish_client`
+DELTA = "delta"  # the upload of `Algorithm.finish`
 
 
 class Noise(Stage):

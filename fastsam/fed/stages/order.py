@@ -31,7 +31,7 @@ def chain(
 ) -> Sequence[Stage]:
     """Return the stages of a run with the options `settings` (`fastsam.fed.loop.options.Settings`).
 
-        Clip, LocalNoise                         process_results changes deltas, before `Algorithm.finish_client`
+        Clip, LocalNoise                         process_results changes deltas, before `Algorithm.finish`
         AverageBuffers, Compress, ClientWeights  process_uploads changes uploads
         KeepOptimizerState                       process_updates and process_uploads store states of the clients
         Robust                                   process_uploads checks them, after_sum keeps the rows of clients

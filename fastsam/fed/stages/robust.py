@@ -30,7 +30,7 @@ class Robust(Stage):
         """Raise ValueError if there are plain sums, which a rule cannot replace."""
         if uploads.sum:
             raise ValueError(
-                f"aggregation={self.rule.name!r} needs a server that reads only means, but finish_client of "
+                f"aggregation={self.rule.name!r} needs a server that reads only means, but finish of "
                 f"{self.algorithm} returned Upload(sum=...). Use aggregation='mean', and say uses_sums = True in its "
                 "class"
             )

@@ -12,7 +12,7 @@ from torch import nn
 
 from fastsam.optim.update import rule_of, state_spec_of
 from fastsam_kernels.hparams import HParam
-from fastsam_kernels.rules import RULES, adam, sgd
+from fastsam_kernels.rules import RULES, sgd
 
 STEP = "step"  # name of the number of steps in the state of an optimizer
 _LR = 0.125  # rate of the optimizer whose options are read; the rule gets the rate with every client
@@ -45,10 +45,6 @@ class LocalRule:
     def is_decoupled(self) -> bool:
         """True if weight decay shrinks the weights by `lr*decay`, and is not a part of the gradient."""
         return bool(self.columns.get(HParam.DECOUPLED, 0.0))
-
-    def second_moment_columns(self, steps: float) -> dict[int, float]:
-        """Return the hyperparameters of second moments that begin with the gradients of `steps` earlier steps."""
-        return {adam.V_WEIGHT: 1 - self.columns[adam.BETA2] ** steps} if steps else {}
 
 
 def sgd_rule(momentum: float, weight_decay: float) -> LocalRule:

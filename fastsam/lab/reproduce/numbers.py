@@ -54,9 +54,10 @@ class Metric(NamedTuple):
 
     def number(self, run: FinishedRun, target: float | None) -> float | None:
         """Return the number of a run, or None if the run has none. `target` is the accuracy in 0..1 of the column."""
-        if self.key == "stored_vectors":  # that a client receives or keeps between rounds, as declared
+        if self.key == "stored_vectors":  # that a client receives or keeps between rounds
             algorithm = registry[run.algorithm](**run.summary["hyperparameters"])
-            return algorithm.download_vectors + algorithm.client_vectors
+            kept: float = run.summary["client_vectors"]
+            return algorithm.download_vectors + kept
         number = to_target(run.history, target)[self.key] if self.uses_target else flat(run).get(self.key)
         return None if number is None else self.unit * number
 

@@ -16,16 +16,10 @@ from fastsam.fed.executors.base import ClientError
 from fastsam.fed.executors.client_block import ClientBlock, RowEnds
 from fastsam.fed.executors.replay import Replays
 from fastsam.fed.executors.rowprograms.row_pass import RowPass
-from fastsam.fed.executors.stacked_rows import StackedRows
 from fastsam.fed.executors.task import Setup
-from fastsam.fed.update.local_update import Direction
+from fastsam.fed.update.rows import Rows
+from fastsam.fed.update.steps import shift_of
 
-_SUPPORTED = frozenset(
-    {
-        *("gradient", "adaptive gradient", "constant", "has_q", "has_phi", "keeps_first", "has_schedule", "has_pilot"),
-        *("has_full_gradient", "has_start", "has_optimizer_state"),
-    }
-)
 _RULES_ON_CUDA = ("sgd", "adam")  # AdamW has the rule "adam"; the CPU has all rules
 
 Passes = dict[int, RowPass]  # by the number of samples of a batch
@@ -41,7 +35,7 @@ class RowSteps:
         rows: the rows of the clients.
     """
 
-    def __init__(self, setup: Setup, replays: Replays, rows: StackedRows) -> None:
+    def __init__(self, setup: Setup, replays: Replays, rows: Rows) -> None:
         self.setup, self.replays, self.rows = setup, replays, rows
         rule, self.store = setup.rule, setup.population.clients.store
         is_cpu = setup.device.type == "cpu"
@@ -50,25 +44,25 @@ class RowSteps:
         self._is_native = None if self.store is None else _are_native(*self.store.tensors)
         self._known: Passes = {}  # row programs for samples of the store, which are all alike
 
-    def train(self, blocks: Sequence[ClientBlock], start: Tensor) -> list[ClientBlock]:
+    def train(self, blocks: Sequence[ClientBlock]) -> list[ClientBlock]:
         """Take the next steps of each block for whose batches there are row programs. Return the other blocks.
 
-        The error of a client that fails is kept in its block. `start` is the weights at the start of the round.
+        The error of a client that fails is kept in its block.
         """
         passes = self._passes(blocks) if self.can_serve else {}
         if not passes:
             return list(blocks)
-        groups: dict[object, list[Span]] = {}  # equal variants, samples in one memory, all at an epoch's start or none
+        groups: dict[object, list[Span]] = {}  # equal keys, samples in one memory, all at an epoch's start or none
         others: list[ClientBlock] = []
         for block in blocks:
             count = self._count(block, passes)
             if count:
-                key = (block.variant, block.k % block.epoch == 0) if self.store is not None else id(block)
+                key = (block.key, block.k % block.epoch == 0) if self.store is not None else id(block)
                 groups.setdefault(key, []).append((block, count))
             else:
                 others.append(block)
         for group in groups.values():
-            self._train(group, passes, start)
+            self._train(group, passes)
         return others
 
     def _passes(self, blocks: Sequence[ClientBlock]) -> Passes:
@@ -88,34 +82,34 @@ class RowSteps:
         no row is copied before a step.
         """
         is_native = _are_native(*block.samples) if self._is_native is None else self._is_native
-        if not is_native or block.gatherer is None or not block.variant.needs <= _SUPPORTED:
+        if not is_native or block.gatherer is None or not block.key.is_native:
             return 0
         if any(task.snapshots for task in block.tasks):
             return 0
         count = block.steps_of_sizes(passes)
         return count if self.store is not None else min(count, block.epoch - block.k % block.epoch)
 
-    def _train(self, group: Sequence[Span], passes: Passes, start: Tensor) -> None:
+    def _train(self, group: Sequence[Span], passes: Passes) -> None:
         """Take the steps of a group in one call."""
-        blocks, device, variant = [block for block, _ in group], self.setup.device, group[0][0].variant
+        blocks, device, key = [block for block, _ in group], self.setup.device, group[0][0].key
         x, y, indices, work = self._samples(group)
-        rows = self.rows.window(0, self.rows.slots, variant)
-        if variant.has_schedule:
+        rows, perturbs = self.rows, key.passes == 2
+        rows.select(key)
+        if key.has_rate:
             for block in blocks:
-                self.rows.set_schedule(block)
+                rows.part(block.slot, block.end).set_rates(block.rates)
         failures = torch.empty(len(work), 3, dtype=torch.int64, device=device)
         results: tuple[Tensor, Tensor, Tensor] | None = None
         if all(block.k + count == block.steps for block, count in group):
             squares = torch.empty(len(work), dtype=torch.float64, device=device)
-            results = rows.start_of(start).expand_as(rows.z), rows.z.new_empty(len(work), rows.z.shape[1]), squares
+            results = rows["start"].expand_as(rows.z), rows.z.new_empty(len(work), rows.z.shape[1]), squares
         ops.row_steps_(
             [row_pass.program for row_pass in passes.values()], self.setup.options.batch_size, rows.leaves,
             [t for row_pass in passes.values() for t in row_pass.constants], x, y, to_device(indices, device),
             to_device(work, device), rows.z, rows.w, rows.layout.table, rows.hparams, rows.losses, failures,
-            rule=rows.rule.name, state=rows.state, counts=rows.counts, q=rows.q, shift=rows.shift,
-            sumsq=rows.sumsq if variant.two_passes else None, sumsq_v=rows.sumsq_v,
-            adaptive=variant.direction is Direction.ADAPTIVE_GRADIENT,
-            keeps_first=variant.two_passes and variant.keeps_first, results=results,
+            rule=rows.rule.name, state=rows.state, counts=rows.counts, q=rows["q"] if "q" in key.given else None,
+            shift=shift_of(rows), sumsq=rows.sumsq if perturbs else None, sumsq_v=rows.sumsq_v,
+            adaptive=bool(key.values.get("adaptive", False)), keeps_first=key.uses("b"), results=results,
         )  # fmt: skip
         if results is not None:
             _keep_ends(blocks, *results[1:])
@@ -123,6 +117,7 @@ class RowSteps:
             _keep_failures(blocks, failures)
         for block, count in group:
             block.k += count
+            block.backward_passes += count * key.passes
 
     # --- the samples of the steps ---
 
@@ -136,7 +131,7 @@ class RowSteps:
             (x, y), places = block.gatherer.sample_indices(block.k, count)
             return x, y, places.view(-1), _work([(block, count, places.shape[1])])
         first, _ = group[0]
-        if first.k % first.epoch == 0 and not first.variant.has_schedule:
+        if first.k % first.epoch == 0 and not first.key.has_rate:
             return x, y, *self._whole_epochs(group)
         orders = [block.gatherer.orders(block.k, count) for block, count in group if block.gatherer is not None]
         parts = [(*span, order.shape[1]) for span, order in zip(group, orders, strict=True)]

@@ -1,0 +1,408 @@
+"""Local steps of n clients: SGD, SAM, and steps from a shifted start. A step of one paper is in that paper's file.
+
+In one client and one round (w^t is the global model that the client received):
+
+    Step       g  = gradient at w;                      w <- U(w, a*g + q)
+    SAM        g1 = gradient at w,  eps = rho * d/(||d|| + nu),  d = g1, or T^2*g1 with T = |w| + eta (ASAM: the norm of
+               T*g1);  g2 = gradient at w + eps;        w <- U(w, a*g2 + b*g1 + q)
+    Shifted    eps = rho * e/(||e|| + nu) once a round; g = gradient at w + eps;  w <- U(w, a*g + q)
+
+    U(w, v) = w - lr * (clip(v + prox*w) + weight_decay*w), or the step of another optimizer of the run
+
+Clipping, weight decay, momentum and the optimizer are options of the run. The arithmetic is in
+`fastsam_kernels.reference`.
+
+The rules of a step. `begin` may read `self`, and writes all that `__call__` reads into the rows. `__call__` reads the
+rows, and of `self` only what is in the key: so a captured step serves other rounds, and rows of different clients may
+step together. No number decides a branch: what is not used is None. The learning rate of a step is `rate`'s, and
+`__call__` does not know which step of the round it is. `Step`, `SAM` and `Shifted` have no hook inside `__call__`,
+because row programs take their steps natively.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fastsam.fed.common.checks import number
+from fastsam.fed.common.option import NamedOptions
+from fastsam.fed.update.passes import Passes
+from fastsam.fed.update.row_memory import NU
+from fastsam.fed.update.rows import Rows
+from fastsam_kernels.hparams import HParam
+
+__all__ = ["NU", "SAM", "Key", "Number", "Passes", "Shifted", "Step", "shift_of"]
+
+
+_BEFORE = ("state", "buffers")  # fields that only the beginning of a round reads
+_MAX_KEYS = 1024  # keys that are remembered
+
+Number = float | Tensor  # a number for all clients, or a column `[n, 1]`
+
+
+class _Spec(NamedTuple):
+    """The names of a step's fields: all names, names with a column, and names whose values are in the key."""
+
+    names: tuple[str, ...]
+    columns: frozenset[str]
+    keyed: tuple[str, ...]
+
+
+_specs: dict[type, _Spec] = {}
+
+
+def _spec_of(kind: type[Step]) -> _Spec:
+    spec = _specs.get(kind)
+    if spec is None:
+        names = tuple(f.name for f in fields(kind) if f.name not in _BEFORE)
+        keyed = tuple(name for name in names if name not in kind.columns)
+        spec = _specs[kind] = _Spec(names, frozenset(kind.columns), keyed)
+    return spec
+
+
+class Key:
+    """A key of steps. Steps with equal keys may share calls, stacks and captures. Equal keys are one object.
+
+    Attributes:
+        kind: the class of the step.
+        given: names of the vectors that its `__call__` finds in the rows.
+        tensors: names of the fields that are tensors and have no column.
+        values: the values of fields that are neither tensors nor hyperparameters, by name.
+        two_buffers: the unperturbed weights are kept in addition to the perturbed weights.
+        has_rate: the learning rate changes within a round.
+        is_native: row programs may take the steps, because `__call__` is the one of `Step`, `SAM` or `Shifted`.
+        keeps_numbers: nothing but the beginning of a round writes hyperparameters.
+    """
+
+    def __init__(
+        self,
+        kind: type[Step],
+        vectors: Sequence[str],
+        tensors: Sequence[str],
+        values: Mapping[str, Any],
+        uses: set[str],
+    ) -> None:
+        self.kind, self.given, self.tensors = kind, kind.givens(frozenset(vectors)), tuple(tensors)
+        self.values, self._uses = dict(values), uses
+        self.two_buffers = kind.two_buffers
+        self.has_rate = kind.rate is not Step.rate
+        self.is_native = kind.__call__ in (Step.__call__, SAM.__call__, Shifted.__call__)
+        is_plain = kind.begin in (Step.begin, Shifted.begin)
+        self.keeps_numbers = self.is_native and is_plain and not self.has_rate
+
+    def uses(self, name: str) -> bool:
+        """Return True if a field is not None."""
+        return name in self._uses
+
+    @property
+    def passes(self) -> int:
+        """Number of passes of a native step."""
+        return 2 if self.kind.__call__ is SAM.__call__ else 1
+
+
+_keys: dict[Hashable, Key] = {}
+
+
+@dataclass(frozen=True, eq=False)
+class Step(NamedOptions):
+    """One step of SGD, or of the run's optimizer, for n clients: `w <- U(w, a*g + q)`.
+
+    A vector is `[row_size]`, one for all clients, or `[n, row_size]`, in the dtype of the weights. A number of each
+    client is `[n, 1]`. Tensors are only read. In `__call__` vectors are in the rows, `rows["q"]`, and numbers that are
+    tensors without a column too, `rows.number("c")`.
+
+    Args:
+        q: a constant that is added to the gradient.
+        prox: weight of the proximal term. `q` then holds the constant half `-prox*w^t` of `prox*(w - w^t)`.
+        a: weight of the gradient.
+        start: weights at which the local steps begin, in place of the global model; deltas are measured from there.
+        state: values at the start of the local optimizer's fields, by their names in torch ("exp_avg_sq"), each
+            `[n, ...]`, or `[1, ...]` for all clients. Other fields begin as in a new optimizer. If it is given, also
+            `{}`, the results have the fields at the end (`ClientResults.optimizer_state`).
+        buffers: buffers of the model at the start, each `[n, ...]`, in place of the global model's.
+
+    Class attributes:
+        columns: the fields that kernels read as hyperparameters, and their columns (`fastsam_kernels.hparams`). A
+            number that changes from round to round has a column, or is a tensor `[1, 1]`.
+        outputs: names of fields of the rows that are results of a round (`ClientResults.outputs`). A field of the step
+            of the same name has its values at the start.
+        two_buffers: the unperturbed weights `rows.w` are kept in addition to the perturbed weights `rows.z`.
+    """
+
+    columns: ClassVar[Mapping[str, int]] = {"prox": HParam.PROX_MU, "a": HParam.G2_COEF}
+    outputs: ClassVar[tuple[str, ...]] = ()
+    two_buffers: ClassVar[bool] = False
+
+    q: Tensor | None = None
+    prox: Number | None = None
+    a: Number = 1.0
+    start: Tensor | None = None
+    state: Mapping[str, Tensor] | None = None
+    buffers: Sequence[Tensor] | None = None
+
+    @classmethod
+    def givens(cls, names: frozenset[str]) -> frozenset[str]:
+        """Return the names of the vectors that `__call__` finds in the rows, if these fields are tensors."""
+        return names
+
+    @property
+    def key(self) -> Key:
+        """The part of this step that `__call__` may read.
+
+        Raises:
+            ValueError: a field is neither a tensor nor a number of `columns`, and cannot be compared by value.
+        """
+        key: Key | None = self.__dict__.get("_key")
+        if key is None:
+            key = _key_of(self)
+            self.__dict__["_key"] = key
+        return key
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """The tensors that are put into the rows' fields of the same names."""
+        return {name: getattr(self, name) for name in self.key.tensors}
+
+    def numbers(self) -> dict[int, Number]:
+        """Return the hyperparameters by column."""
+        return {column: value for name, column in self.columns.items() if (value := getattr(self, name)) is not None}
+
+    def rate(self, k: int, steps: int) -> float:
+        """Return the learning rate of step k of `steps`, in units of the round's."""
+        return 1.0
+
+    def begin(self, rows: Rows, w: Tensor, lr: float, passes: Passes) -> None:
+        """Begin a round of n clients in the rows, from the global model `w` `[row_size]`. It may make passes."""
+        rows.begin(self, w, lr)
+
+    def __call__(self, rows: Rows, passes: Passes) -> Tensor:
+        """Take a step of n clients, and return their losses `[n]` at the unperturbed weights, or at the first pass."""
+        losses, g = passes()
+        rows.update(g)
+        return losses
+
+    def unperturbed(self, rows: Rows) -> tuple[Tensor, Tensor | None]:
+        """Return the unperturbed weights between two steps, `[n, row_size]`, and their perturbation or None."""
+        return rows.z, None
+
+    def of(self, place: slice) -> Step:
+        """Return the same step of some of its clients."""
+
+        def some(x: Any) -> Any:
+            return x[place] if isinstance(x, Tensor) and x.dim() > 1 and len(x) > 1 else x
+
+        parts = {name: y for name in _spec_of(type(self)).names if (y := some(x := getattr(self, name))) is not x}
+        if self.state:
+            parts["state"] = {name: x if len(x) == 1 else x[place] for name, x in self.state.items()}
+        if self.buffers is not None:
+            parts["buffers"] = [b if len(b) == 1 else b[place] for b in self.buffers]
+        return replace(self, **parts) if parts else self
+
+    @staticmethod
+    def join(steps: Sequence[Step]) -> Step:
+        """Return the step of several clients, from the steps of one client each, all of one key and with the same names
+        in `state`."""
+        first = steps[0]
+        if all(step is first for step in steps):
+            return first
+        parts: dict[str, Any] = {}
+        for name in _spec_of(type(first)).names:
+            values = [getattr(step, name) for step in steps]
+            tensors = [x for x in values if isinstance(x, Tensor)]
+            if len(tensors) == len(values):
+                parts[name] = values[0] if all(x is values[0] for x in values) else _stacked(values)
+            elif name in first.columns and (tensors or any(x != values[0] for x in values)):
+                device = tensors[0].device if tensors else None
+                numbers = torch.tensor([float(x) for x in values], dtype=torch.float64, device=device)
+                parts[name] = numbers[:, None]
+        if first.state:
+            states = [step.state or {} for step in steps]
+            parts["state"] = {name: torch.cat([state[name] for state in states]) for name in first.state}
+        if first.buffers is not None:
+            parts["buffers"] = [torch.cat(column) for column in zip(*(s.buffers or () for s in steps), strict=True)]
+        return replace(first, **parts)
+
+    def check(self, w: Tensor, n: int) -> None:
+        """Check the fields of a step of n clients.
+
+        Raises:
+            ValueError: a number is not finite, a radius negative, or a tensor does not have a row for each client, or
+                is not like the weights `w`.
+        """
+        label = type(self).__name__
+        for name in self.columns:
+            value = getattr(self, name)
+            if not isinstance(value, (Tensor, type(None))):
+                number(f"{label}.{name}", value, at_least=0 if name in ("rho", "eta") else None)
+        for name, x in (*self.tensors.items(), *((name, getattr(self, name)) for name in self.columns)):
+            shapes = ((n, 1), (1, 1)) if isinstance(x, Tensor) and x.shape[-1:] == (1,) else (w.shape, (n, *w.shape))
+            fits = not isinstance(x, Tensor) or (x.shape in shapes and x.device == w.device)
+            if not fits or (isinstance(x, Tensor) and x.shape[-1:] != (1,) and x.dtype != w.dtype):
+                raise ValueError(
+                    f"{label}.{name} must be {w.dtype} {[n, *w.shape]} (or {list(w.shape)}, one for all {n} clients; a "
+                    f"number of each client is [{n}, 1]) on {w.device}, like the server's w; got {x.dtype} "
+                    f"{list(x.shape)} on {x.device}"
+                )
+        for name in ("q", "start"):
+            x = getattr(self, name)
+            if not isinstance(x, (Tensor, type(None))):
+                raise ValueError(f"{label}.{name} must be a tensor like the server's w, or None, got {_kind(x)}")
+        if self.state is not None:
+            _check_state(label, self.state, n)
+        self.key  # noqa: B018  (raises for fields that cannot be compared)
+
+
+@dataclass(frozen=True, eq=False)
+class SAM(Step):
+    """A step of SAM: `w <- U(w, a*g2 + b*g1 + q)` with g2 at `w + rho*d/||d||`.
+
+    Args:
+        rho: radius of the perturbation, over the whole model.
+        eta: eta of ASAM.
+        b: weight of the gradient at the unperturbed weights; None: the step does not keep it.
+        adaptive: ASAM, d = T^2*g1.
+    """
+
+    columns: ClassVar[Mapping[str, int]] = {
+        **Step.columns, "rho": HParam.RHO, "eta": HParam.ETA, "b": HParam.G1_COEF,
+    }  # fmt: skip
+    two_buffers: ClassVar[bool] = True
+
+    rho: Number = 0.05
+    eta: Number = 0.0
+    b: Number | None = None
+    adaptive: bool = False
+
+    def numbers(self) -> dict[int, Number]:
+        return {**super().numbers(), HParam.ADAPTIVE: float(self.adaptive)}
+
+    def __call__(self, rows: Rows, passes: Passes) -> Tensor:
+        losses, g1 = passes()
+        rows.perturb(g1, self.adaptive)
+        _, g2 = passes()
+        rows.update(g2, None if self.b is None else g1)
+        return losses
+
+
+@dataclass(frozen=True, eq=False)
+class Shifted(Step):
+    """Steps at `w + p`, `p = rho*e/||e||`, in the whole round.
+
+    A constant perturbation is a shift of the round: the row starts at `w^t + p` and takes ordinary steps there. p is
+    taken out of the terms that belong to w. It is folded into q where clipping allows, else the update gets it.
+
+    Args:
+        rho: radius of the perturbation.
+        e: its direction.
+    """
+
+    columns: ClassVar[Mapping[str, int]] = {**Step.columns, "rho": HParam.RHO}
+
+    rho: Number = 0.05
+    e: Tensor | None = None
+
+    @classmethod
+    def givens(cls, names: frozenset[str]) -> frozenset[str]:
+        return names | {"q", "p", "start"}
+
+    def check(self, w: Tensor, n: int) -> None:
+        super().check(w, n)
+        if not isinstance(self.e, Tensor):
+            raise ValueError(f"{type(self).__name__}.e must be a tensor like the server's w, got {_kind(self.e)}")
+
+    def begin(self, rows: Rows, w: Tensor, lr: float, passes: Passes) -> None:
+        rows.begin(self, w, lr)
+        p, start, e = rows["p"], rows.own("start"), rows.whole(rows["e"].expand_as(rows.z))
+        rows.norm(e)
+        rows.move(e, start, rows.z)
+        torch.sub(start, rows.z, out=p)
+        rows.z.copy_(start)
+        coefficient = rows.shift_coefficient(self.prox is not None)
+        if coefficient is None:
+            if self.q is None:
+                rows["q"].zero_()
+            return
+        correction = p * -coefficient.to(p.dtype)
+        rows.put("q", correction if self.q is None else correction.add_(rows["q"]), copies=True)
+
+    def __call__(self, rows: Rows, passes: Passes) -> Tensor:
+        losses, g = passes()
+        rows.update(g, shift=shift_of(rows))
+        return losses
+
+    def unperturbed(self, rows: Rows) -> tuple[Tensor, Tensor | None]:
+        return rows.z - rows["p"], rows["p"]
+
+
+def shift_of(rows: Rows) -> Tensor | None:
+    """Return the perturbation of a round that the updates take out of their terms, or None."""
+    key = rows.key
+    if not isinstance(key, Key) or not issubclass(key.kind, Shifted):
+        return None
+    return rows["p"] if rows.takes_shift(key.uses("prox")) else None
+
+
+def _key_of(step: Step) -> Key:
+    """Return the key of a step, one object for equal values."""
+    kind = type(step)
+    spec = _spec_of(kind)
+    uses, tensors, vectors, values = [], [], [], []
+    for name in spec.names:
+        x = getattr(step, name)
+        if x is None:
+            continue
+        uses.append(name)
+        if name in spec.columns:
+            continue
+        if not isinstance(x, Tensor):
+            values.append((name, x))
+            continue
+        tensors.append(name)
+        if x.shape[-1:] != (1,):
+            vectors.append(name)
+    value = (kind, tuple(uses), tuple(vectors), tuple(values), tuple([type(x) for _, x in values]))
+    try:
+        key = _keys.get(value)
+    except TypeError:
+        bad = next(name for name, x in values if not _is_hashable(x))
+        raise ValueError(
+            f"{kind.__name__}.{bad} must be a tensor, a number with a column, or a value that can be compared and "
+            f"hashed; got {_kind(getattr(step, bad))}"
+        ) from None
+    if key is None:
+        if len(_keys) >= _MAX_KEYS:
+            _keys.clear()
+        key = _keys[value] = Key(kind, vectors, tensors, dict(values), set(uses))
+    return key
+
+
+def _is_hashable(x: object) -> bool:
+    try:
+        hash(x)
+    except TypeError:  # a tuple of lists, for example
+        return False
+    return True
+
+
+def _stacked(values: Sequence[Tensor]) -> Tensor:
+    """Return tensors of one client each, `[row_size]` or `[1, ...]`, as rows."""
+    return torch.stack([x[0] if x.dim() == 2 else x for x in values])
+
+
+def _check_state(label: str, state: object, n: int) -> None:
+    if not isinstance(state, Mapping) or not all(isinstance(x, Tensor) for x in state.values()):
+        raise ValueError(f"{label}.state must be a dict of tensors, or None, got {_kind(state)}")
+    for name, x in state.items():
+        if x.dim() == 0 or len(x) not in (1, n):
+            raise ValueError(
+                f"{label}.state[{name!r}] must be [{n}, ...], or [1, ...] for all {n} clients, got {list(x.shape)}. "
+                "Add a first dimension: x[None]"
+            )
+
+
+def _kind(value: object) -> str:
+    return f"{value.dtype} {list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
