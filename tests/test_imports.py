@@ -209,7 +209,7 @@ def test_imports_point_down() -> None:
         ("fastsam.fed.loop.loop", "import fastsam_kernels.native"),
         ("fastsam.fed.loop.loop", "from fastsam.lab.cli import main"),
         ("fastsam.fed.rundir.result", "from fastsam.lab import report"),
-        ("fastsam.fed.update.local_update", "from fastsam.fed.loop import options"),
+        ("fastsam.fed.update.steps", "from fastsam.fed.loop import options"),
         ("fastsam.fed.common.checks", "from fastsam.fed.sums import ranks"),
         ("fastsam.fed.executors.auto", "import fastsam.fed"),
         ("fastsam.fed.algorithms.fedsam", "from ..executors import sequential"),

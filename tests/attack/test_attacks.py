@@ -47,7 +47,7 @@ def run_attacks(names: str, folder: Path, *options: str) -> list[dict[str, Any]]
 
 def test_the_first_trials_find_nothing(tmp_path: Path) -> None:
     """The same trials in every run."""
-    run_attacks(",".join(QUICK), tmp_path, "--trials", "4")
+    run_attacks(",".join(QUICK), tmp_path, "--trials", "2")
 
 
 @pytest.mark.slow

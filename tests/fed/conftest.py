@@ -1,30 +1,5 @@
-"""The executor of short federated runs in the tests."""
+"""The executor of short federated runs in the tests, and stand-ins for GPUs."""
 
-import pytest
+from tests.helpers.fed_fixtures import a_short_run_is_sequential, gpu, no_cuda
 
-from fastsam.fed.executors import auto
-from tests.helpers import fake_devices
-from tests.helpers.fed_states import stand_in
-
-
-@pytest.fixture(autouse=True)
-def a_short_run_is_sequential(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Select the sequential executor for tests that name none.
-
-    Recording passes for stacked clients would take longer than these few rounds. tests/fed/executors has every
-    algorithm and option on every executor, and the default choice.
-    """
-    if request.path.parent.name != "executors":
-        monkeypatch.setattr(auto, "rule", lambda setup: ("sequential", "the run is short"))
-
-
-@pytest.fixture
-def no_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Executors for GPUs run on a stand-in for CUDA, in whose streams everything is done at once."""
-    fake_devices.install(monkeypatch)
-
-
-@pytest.fixture
-def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Client states and executors find a stand-in for a GPU with separate memory."""
-    stand_in(monkeypatch)
+__all__ = ["a_short_run_is_sequential", "gpu", "no_cuda"]

@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fastsam import fed
-from tests.helpers import fed_cases as cases
 from tests.helpers import oracle
+from tests.promises import cases
 
 FLOAT = torch.float32
 SIZES = (7, 12, 1, 22, 12, 7, 5, 30)  # batches of 5, of 2 and of 1: each shape is recorded

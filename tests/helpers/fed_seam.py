@@ -28,15 +28,11 @@ class Scaffold:
     def init_client(self, server: State) -> State:
         return {"c_i": torch.zeros_like(server["w"])}
 
-    def local_update(self, server: State, client: State, round: fed.Round) -> fed.LocalUpdate:
+    def local_step(self, server: State, client: State, round: fed.Round) -> fed.Step:
         q = server["c"] - client["c_i"]
-        return (
-            fed.LocalUpdate(gradient_offset=q)
-            if self.rho is None
-            else fed.LocalUpdate(fed.Direction.GRADIENT, rho=self.rho, gradient_offset=q)
-        )
+        return fed.Step(q=q) if self.rho is None else fed.SAM(rho=self.rho, q=q)
 
-    def finish_client(
+    def finish(
         self, server: State, client: State, results: fed.ClientResults, round: fed.Round
     ) -> tuple[State, fed.Upload]:
         fresh = client["c_i"] - server["c"] - results.delta / results.column(round.lr * K for K in results.num_steps)
@@ -51,13 +47,16 @@ class Scaffold:
 
 @dataclass(frozen=True)
 class Constants(fed.Algorithm):
-    """Local steps with these constants. A function among them gets the row of the global model and its layout."""
+    """Local steps of a class with these fields. A function among them gets the row of the global model and its
+    layout."""
 
+    kind: type[fed.Step] = fed.Step
     values: dict[str, Any] = field(default_factory=dict)
 
-    def local_update(self, server: State, client: State, round: fed.Round) -> fed.LocalUpdate:
-        constants = {name: v(server["w"], round.layout) if callable(v) else v for name, v in self.values.items()}
-        return fed.LocalUpdate(**constants)
+    def local_step(self, server: State, client: State, round: fed.Round) -> fed.Step:
+        return self.kind(
+            **{name: v(server["w"], round.layout) if callable(v) else v for name, v in self.values.items()}
+        )
 
 
 class Reordered(executors.Executor):

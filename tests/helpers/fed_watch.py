@@ -14,7 +14,7 @@ class Watched:
     Attributes:
         _servers: the server's states, beginning with the initial state.
         _clients: the last state of each client, by id.
-        _steps: all local updates.
+        _steps: all local steps.
     """
 
     def __init__(self, inner: Any) -> None:
@@ -32,14 +32,14 @@ class Watched:
         self._servers = [self._inner.init_server(w0)]
         return self._servers[0]
 
-    def local_update(self, server: State, client: State, round: fed.Round) -> fed.LocalUpdate:
-        self._steps.append(self._inner.local_update(server, client, round))
+    def local_step(self, server: State, client: State, round: fed.Round) -> fed.Step:
+        self._steps.append(self._inner.local_step(server, client, round))
         return self._steps[-1]
 
-    def finish_client(
+    def finish(
         self, server: State, client: State, results: fed.ClientResults, round: fed.Round
     ) -> tuple[State, fed.Upload]:
-        state, upload = self._inner.finish_client(server, client, results, round)
+        state, upload = self._inner.finish(server, client, results, round)
         server_ids = {id(t) for t in server.values()}
         for i, number in enumerate(results.client_ids):
             self._clients[number] = {name: t if id(t) in server_ids else t[i] for name, t in state.items()}

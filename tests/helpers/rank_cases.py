@@ -23,8 +23,8 @@ from tests.helpers.sums import add_client_
 class Sometimes(fed.FedAvg):
     """Keeps a state in even rounds only, and uploads a name that only clients with an odd number of samples have."""
 
-    def finish_client(self, server: Any, client: Any, results: Any, round: Any) -> Any:
-        _, upload = super().finish_client(server, client, results, round)
+    def finish(self, server: Any, client: Any, results: Any, round: Any) -> Any:
+        _, upload = super().finish(server, client, results, round)
         state = {} if round.index % 2 else {"h": results.delta.clone()}
         total = {"odd": results.delta} if results.num_samples[0] % 2 else {}  # the executor closes them one by one
         return state, Upload(upload.mean, total)

@@ -15,8 +15,9 @@ from fastsam.fed.clients.plan import plan
 from fastsam.fed.clients.population import Population
 from fastsam.fed.clients.samples import Tensors
 from fastsam.fed.executors import LocalOptions, Setup, Task
-from fastsam.fed.update.local_update import ClientResults, Direction, LocalUpdate
 from fastsam.fed.update.model_copy import trainable
+from fastsam.fed.update.results import ClientResults
+from fastsam.fed.update.steps import SAM, Step
 from tests.helpers import oracle
 
 
@@ -40,7 +41,7 @@ def setup_of(
 def oracle_tasks(
     sizes: Sequence[int] = (12, 3, 7, 9),
     batch: int = 5,
-    update: LocalUpdate | None = None,
+    step: Step | None = None,
     loss: Any = nn.functional.cross_entropy,
     model: nn.Module | None = None,
     facts: Mapping[str, Any] = {},
@@ -55,15 +56,14 @@ def oracle_tasks(
     keywords = {"momentum": 0.5, "local_epochs": 2, "batch_size": batch, "seed": 100, "slots": 3} | options
     pairs, store = pack_samples(clients)
     setup = setup_of(model, pairs, LocalOptions(**keywords), loss=loss, **{"store": store, **facts})
-    update = update or LocalUpdate(Direction.GRADIENT, rho=0.05)
-    tasks = tasks_of(setup, range(len(clients)), update)
+    tasks = tasks_of(setup, range(len(clients)), step or SAM(rho=0.05))
     return tasks, start, setup
 
 
-def tasks_of(setup: Setup, clients: Sequence[int], update: LocalUpdate) -> list[Task]:
+def tasks_of(setup: Setup, clients: Sequence[int], step: Step) -> list[Task]:
     """Return the tasks of clients in round 0, planned together."""
     works = plan(setup.population, setup.options, 0, clients, len(clients))
-    return [Task(i, work, setup, 0, 0.1, update) for i, work in zip(clients, works, strict=True)]
+    return [Task(i, work, setup, 0, 0.1, step) for i, work in zip(clients, works, strict=True)]
 
 
 def ends_of(groups: Iterable[ClientResults]) -> list[ClientResults]:

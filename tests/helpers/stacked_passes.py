@@ -7,11 +7,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fastsam.arena import Arena, Layout
-from fastsam.fed.executors.local_rows import LocalRows
 from fastsam.fed.executors.replay import PassResult
-from fastsam.fed.executors.row_memory import RowMemory
 from fastsam.fed.executors.stacked import StackedPasses
 from fastsam.fed.update.model_copy import Replica, trainable
+from fastsam.fed.update.rows import Rows
 from tests.helpers.setups import setup_of
 
 TOLERANCE = {torch.float32: 2e-5, torch.float64: 1e-13}
@@ -19,17 +18,17 @@ TOLERANCE = {torch.float32: 2e-5, torch.float64: 1e-13}
 
 def make_passes(
     model: nn.Module, loss: Callable[[Tensor, Tensor], Tensor] = F.cross_entropy, rows: int = 5
-) -> tuple[StackedPasses, LocalRows]:
+) -> tuple[StackedPasses, Rows]:
     """Return passes of `rows` rows with different weights, and the slice of all rows."""
     layout = Layout.from_tensors(trainable(model))
     setup = setup_of(model, loss=loss, backend="auto")
     replica = Replica(model, layout, Arena(layout).field("w", setup.dtype)[0])
-    stacked_rows = LocalRows(RowMemory(setup, rows), slice(0, rows))
+    stacked_rows = Rows(setup, rows, copies=True)
     stacked_rows.z.copy_(torch.stack([(1 - 0.1 * i) * replica.row for i in range(rows)]))
     return StackedPasses(replica, layout, setup), stacked_rows
 
 
-def same(passes: StackedPasses, stacked_rows: LocalRows, x: Tensor, y: Tensor) -> PassResult:
+def same(passes: StackedPasses, stacked_rows: Rows, x: Tensor, y: Tensor) -> PassResult:
     """Compare a replayed pass with the plain pass."""
     result = passes.replays.run(stacked_rows.leaves, x, y)
     assert result is not None, "nothing is replayed"

@@ -11,7 +11,7 @@ from tests.helpers.fed_refusals import refusals
 class Summed(fed.Algorithm):
     """An algorithm of a user's that does not say that it has totals."""
 
-    def finish_client(self, server: Any, client: Any, results: Any, round: Any) -> Any:
+    def finish(self, server: Any, client: Any, results: Any, round: Any) -> Any:
         return client, fed.Upload({"delta": results.delta}, {"sum": results.delta})
 
 
@@ -43,7 +43,7 @@ test_refused = refusals(
         "aggregation='median' needs clients that count alike, but weighting='samples'.*norm_filter",
     ),
     (lambda: run_median(participation=0.2), "needs 3 clients in a round.* rounds of 2"),
-    (lambda: run_median(algorithm=Summed()), r"finish_client of Summed returned Upload\(sum=...\)"),
+    (lambda: run_median(algorithm=Summed()), r"finish of Summed returned Upload\(sum=...\)"),
     (lambda: run_median(algorithm=fed.FedSMOO()), "the server of FedSMOO"),
     # functions
     (lambda: run_function(lambda rows, weights: rows),

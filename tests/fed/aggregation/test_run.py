@@ -9,9 +9,9 @@ from torch import nn
 from fastsam import fed
 from fastsam.fed.aggregation import names
 from fastsam.fed.loop.cohort import Cohort
-from tests.helpers import fed_cases as cases
 from tests.helpers import fed_runs
 from tests.helpers.fed_runs import FIRST, digest, overflow
+from tests.promises import cases
 
 RULES = [name for name in names() if name != "mean"]
 OPTIONS: dict[str, Any] = {"participation": 1.0, "rounds": 2}

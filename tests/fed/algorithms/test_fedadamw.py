@@ -10,10 +10,10 @@ import torch
 
 from fastsam import fed
 from tests.helpers import oracle
-from tests.helpers.fed_cases import ACTIVE, run_replayed
 from tests.helpers.fed_input import start
 from tests.helpers.fed_refusals import refusals
 from tests.helpers.mutants.apply import mutants, replace_source
+from tests.promises.cases import ACTIVE, run_replayed
 
 ADAMW = {"betas": (0.8, 0.97), "eps": 1e-3, "weight_decay": 0.05}
 OPTIONS = oracle.Options(lr=0.03, rounds=5, shuffle=True, weighting="samples", server_lr=0.8)
@@ -67,8 +67,8 @@ class Begins(fed.FedAvg):
     def __init__(self, state, local_optimizer="Adam"):
         self.state, self.local_optimizer = state, local_optimizer
 
-    def local_update(self, server, client, round):
-        return fed.LocalUpdate(optimizer_state=self.state)
+    def local_step(self, server, client, round):
+        return fed.Step(state=self.state)
 
 
 def test_an_algorithm_may_give_the_momentum_of_the_run():
@@ -91,32 +91,33 @@ def begin(algorithm, **options):
 
 test_refused = refusals(
     (begin(fed.FedAdamW(), optimizer="SGD"), "FedAdamW needs .* that keeps exp_avg_sq, .* has SGD"),
-    (begin(fed.FedAdamW(), optimizer=partial(torch.optim.AdamW, amsgrad=True)), "FedAdamW has steps with has_step_off"),
+    (
+        begin(fed.FedAdamW(), optimizer=partial(torch.optim.AdamW, amsgrad=True)),
+        "FedAdamW needs .* that keeps exp_avg_sq, .* has AdamW",
+    ),
     (begin(fed.FedAdamW(), weight_decay=0.1), "optimizer needs momentum, weight_decay and clip_norm at their defaults"),
     (begin(fed.FedAdamW(), optimizer_state="keep"), "FedAdamW begins each round with a state of its own"),
     (begin(fed.FedAdamW(), local_parameters="2"), "no algorithm that sends the state of the local optimizer"),
     (begin(fed.FedAdamW(), privacy=fed.Privacy(clip=1.0, noise_multiplier=1.0)), "clients of FedAdamW send or keep"),
     (begin(Begins({"sum": torch.zeros(1, 3)})), "Begins needs a fused local optimizer that keeps sum, .* has Adam"),
-    (begin(Begins([1.0])), "LocalUpdate.optimizer_state must be a dict of tensors, or None, got list"),
+    (begin(Begins([1.0])), "Step.state must be a dict of tensors, or None, got list"),
     (begin(Begins({"exp_avg": torch.zeros(3)})), r"\['exp_avg'\] must be \[1, ...\], .* got \[3\]"),
-    (lambda: fed.LocalUpdate(second_moment_steps=1.0), "second_moment_steps belongs to second moments"),
-    (lambda: fed.LocalUpdate(second_moment_steps=-1.0), "second_moment_steps must be a finite number >= 0"),
 )
 
 
 MUTANTS = mutants(r"""
-algorithms.fedadamw FedAdamW.local_update: self.alpha * server['D'] => server['D'] @ fedadamw
-algorithms.fedadamw FedAdamW.local_update: self.alpha * server['D'] => -self.alpha * server['D'] @ fedadamw
-algorithms.fedadamw FedAdamW.local_update: {V: server['v'][None]} => {} @ fedadamw
-algorithms.fedadamw FedAdamW.local_update: server['n'].item() => 0.0 @ fedadamw
-algorithms.fedadamw FedAdamW.local_update: server['n'].item() => server['n'].item() + 1 @ fedadamw
+algorithms.fedadamw FedAdamW.local_step: self.alpha * server['D'] => server['D'] @ fedadamw
+algorithms.fedadamw FedAdamW.local_step: self.alpha * server['D'] => -self.alpha * server['D'] @ fedadamw
+algorithms.fedadamw FedAdamW.local_step: {V: server['v'][None]} => {} @ fedadamw
+algorithms.fedadamw FedAdamW.local_step: server['n'].view(1, 1) => 0 * server['n'].view(1, 1) @ fedadamw
+algorithms.fedadamw FedAdamW.local_step: server['n'].view(1, 1) => server['n'].view(1, 1) + 1 @ fedadamw
 algorithms.fedadamw FedAdamW.step_server: server['n'] + aggregate.mean('n') => aggregate.mean('n') @ fedadamw
 algorithms.fedadamw FedAdamW.step_server: view.copy_(mean) => view.copy_(mean.sqrt()) @ fedadamw
 algorithms.fedadamw block_means: view.double() => view.double().abs().sqrt() @ fedadamw
-executors.local_rows LocalRows.update: value=-1 => value=1 @ fedadamw
-executors.local_rows LocalRows.update: (self.z,) if self.w is None else (self.z, self.w) => (self.z,) @
-    fedadamw
-update.local_rule LocalRule.second_moment_columns: 1 - self.columns[adam.BETA2] ** steps => 0.0 @ fedadamw
+algorithms.fedadamw Leaning.__call__: value=-1 => value=1 @ fedadamw
+algorithms.fedadamw Leaning.__call__: (rows.z,) if rows.w is None else (rows.z, rows.w) => (rows.z,) @ fedadamw
+algorithms.fedadamw Leaning.begin: 1 - rows.rule.columns[adam.BETA2] ** rows.number('seen') =>
+    0 * rows.number('seen') @ fedadamw
 """)
 
 

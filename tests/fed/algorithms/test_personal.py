@@ -9,11 +9,11 @@ from torch import nn
 
 from fastsam import fed
 from tests.helpers import oracle
-from tests.helpers.fed_cases import ACTIVE, run_replayed
 from tests.helpers.fed_runs import same_bits, untimed_records
 from tests.helpers.mutants.apply import replace_source
 from tests.helpers.mutants.table import PERSONAL
 from tests.helpers.oracle import personal as unfused
+from tests.promises.cases import ACTIVE, run_replayed
 
 OPTIONS = oracle.Options(rounds=4, momentum=0.5, weight_decay=0.02, server_lr=0.7, shuffle=True, seed=3, epochs=2)
 SIZES = (8, 12, 5, 9, 23)  # no batch of 6 leaves a single sample, on which BatchNorm could not train
@@ -144,8 +144,8 @@ def test_fedrep_with_local_steps_and_sam():
     assert [r["backprops"] for r in result.history] == [r["steps"] for r in result.history]
 
     class Sharp(fed.FedRep):
-        def local_update(self, server, client, round):
-            return fed.LocalUpdate(fed.Direction.GRADIENT, rho=0.3)
+        def local_step(self, server, client, round):
+            return fed.SAM(rho=0.3)
 
     flat = train(model, fed.FedRep(head_epochs=1), options)
     sharp = train(model, Sharp(head_epochs=1), options)

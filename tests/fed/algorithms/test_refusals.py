@@ -3,7 +3,6 @@
 import math
 
 import torch
-import torch.nn.functional as F
 
 from fastsam import fed
 from fastsam.arena import Layout
@@ -15,7 +14,6 @@ from tests.helpers.fed_refusals import refusals
 from tests.helpers.fed_runs import norm_model
 from tests.helpers.places import ROOT
 
-D = fed.Direction
 CLIENTS = oracle.ragged_clients()
 EVEN = oracle.ragged_clients(sizes=(8, 12, 8))
 MODEL = torch.nn.Linear(1, 1)
@@ -57,8 +55,6 @@ test_refused = refusals(
     (lambda: fed.FedAvgM(beta=-1), 'beta.*-1'),
     (lambda: fed.FedExP(eps=0), 'eps.*> 0.*0'),
     (lambda: fed.FedExP(average="no"), "average.*'no'"),
-    (lambda: fed.LocalUpdate(rho=-1), 'rho'),
-    (lambda: fed.LocalUpdate(perturbed_weight=math.inf), 'perturbed_weight must'),
     # fedexp computes the server's step size
     (lambda: start(fed.FedExP(), server_lr=0.5),
      'server_lr=0.5 needs .*the server.s step of FedExP has none. Leave server_lr at 1'),
@@ -197,16 +193,4 @@ test_refused = refusals(
     (lambda: fed.pFedMe(K=0), "K must be an integer >= 1"),
     (lambda: fed.APFL(alpha=1.5), "alpha must .*<= 1, got 1.5"),
     (lambda: fed.APFL(eta_alpha=-1), "eta_alpha .None for the local learning rate. must"),
-    # pilots that do not fit
-    (lambda: fed.Pilot(0, abs), 'batches must be an integer >= 1, got 0'),
-    (lambda: fed.Pilot(1, 0.1), 'radius must be a function of norms and gradients, got 0.1'),
-    (lambda: fed.LocalUpdate(pilot=fed.Pilot(1, abs)), "a pilot finds the radius of a perturbation.*'none'"),
-    (lambda: fed.LocalUpdate(D.GRADIENT, full_gradient=True, pilot=fed.Pilot(1, abs)),
-     'take the place of the full one.*full_gradient=True'),
-    # fedntd needs labels
-    (lambda: start(fed.FedNTD(), torch.nn.Linear(6, 1).double(), [(x, x[:, :1]) for x, _ in CLIENTS], loss=F.mse_loss),
-     "FedNTD needs labels that number the model's outputs"),
-    # samples that come in batches have no teacher
-    (lambda: start(fed.FedNTD(), clients=[({"input": x}, y) for x, y in CLIENTS]),
-     r"a term of the model's outputs needs inputs x of pairs \(x, y\)"),
 )  # fmt: skip

@@ -3,26 +3,25 @@
 import copy
 import math
 from dataclasses import dataclass
-from typing import ClassVar
 
 import pytest
 import torch
 
 from fastsam import fed
+from fastsam.fed.algorithms.fedswa import Falling
+from fastsam_kernels.hparams import HParam
 from tests.helpers import oracle
-from tests.helpers.fed_cases import ACTIVE, OPTIONS, run_replayed
 from tests.helpers.fed_refusals import refusals
 from tests.helpers.fed_runs import same_bits
 from tests.helpers.fed_seam import Scaffold
+from tests.promises.cases import ACTIVE, OPTIONS, run_replayed
 
 
 @dataclass(frozen=True)
 class Remembering(fed.Algorithm):
     """Keeps on every client the model that it received last: a reference, not a copy."""
 
-    client_vectors: ClassVar[float] = 1
-
-    def finish_client(self, server, client, results, round):
+    def finish(self, server, client, results, round):
         return {"w_old": server["w"]}, fed.Upload(mean={"delta": results.delta})
 
 
@@ -38,17 +37,13 @@ class OwnWeights(fed.Algorithm):
     def init_client(self, server):
         return {"own": server["w"]}
 
-    def local_update(self, server, client, round):
+    def local_step(self, server, client, round):
         start = client["own"]
         if not self.rho:
-            return fed.LocalUpdate(start=start)
-        offset = torch.ones_like(start) * (server["w"] != 0)
-        return [
-            fed.LocalUpdate(fed.Direction.CONSTANT, rho=self.rho, direction_vector=e, start=row)
-            for e, row in zip(offset, start, strict=True)
-        ]
+            return fed.Step(start=start)
+        return fed.Shifted(rho=self.rho, e=torch.ones_like(start) * (server["w"] != 0), start=start)
 
-    def finish_client(self, server, client, results, round):
+    def finish(self, server, client, results, round):
         return {"own": client["own"] + results.delta}, fed.Upload(mean={"delta": results.delta})
 
 
@@ -83,57 +78,60 @@ def test_clients_start_where_they_like(executor, rho):
 
 @dataclass(frozen=True)
 class Wavering(fed.Algorithm):
-    """A learning rate that falls in every second round. Only eta differs between two rounds, and plain steps ignore
-    it."""
+    """A learning rate that falls in every second round. In the other rounds the rate is constant."""
 
-    distance: float = 0.0
+    plain: fed.Step
 
-    def local_update(self, server, client, round):
-        return fed.LocalUpdate(lr_end_factor=0.5 if round.index % 2 else 1.0, eta=self.distance * round.index)
+    def local_step(self, server, client, round):
+        return Falling(end=0.5) if round.index % 2 else self.plain
 
 
 @pytest.mark.parametrize("executor", ["sequential", "vmap"])
 def test_a_rate_that_fell_is_not_that_of_the_next_round(executor):
     model, clients = oracle.smooth_model(), oracle.ragged_clients()
     options = {"rounds": 3, "participation": 1.0, "batch_size": 3, "executor": executor}
-    one, other_model = (fed.run(model, clients, Wavering(distance), **options).model for distance in (0.0, 1.0))
+    one, other_model = (fed.run(model, clients, Wavering(p), **options).model for p in (fed.Step(), Falling()))
     assert same_bits(one, other_model)
+
+
+@dataclass(frozen=True, eq=False)
+class Still(fed.SAM):
+    """A step of SAM that finds, at the beginning of a round, that there is nothing to perturb."""
+
+    def begin(self, rows, w, lr, passes):
+        super().begin(rows, w, lr, passes)
+        rows.column(HParam.RHO).zero_()
+
+
+@dataclass(frozen=True, eq=False)
+class StillFalling(Still, Falling):
+    """`Still` with a learning rate that falls."""
+
+
+@dataclass(frozen=True, eq=False)
+class FallingSAM(fed.SAM, Falling):
+    """SAM with a learning rate that falls."""
 
 
 @dataclass(frozen=True)
 class Unsure(fed.Algorithm):
-    """SAM whose pilots find, in every second round, that there is nothing to perturb."""
+    """SAM that perturbs in every second round."""
 
-    uses_pilot: bool = True
-    lr_end_factor: float = 1.0
+    usual: fed.Step
+    still: fed.Step
 
-    def local_update(self, server, client, round):
-        nothing = bool(round.index % 2)
-        pilot = fed.Pilot(1, lambda norms, gradients: 0 * norms) if nothing and self.uses_pilot else None
-        rho = 0.0 if nothing and not self.uses_pilot else 0.3
-        return fed.LocalUpdate(fed.Direction.GRADIENT, rho=rho, pilot=pilot, lr_end_factor=self.lr_end_factor)
+    def local_step(self, server, client, round):
+        return self.still if round.index % 2 else self.usual
 
 
-@pytest.mark.parametrize("lr_end_factor", [1.0, 0.5])
+@pytest.mark.parametrize(("usual", "still"), [(fed.SAM, Still), (FallingSAM, StillFalling)], ids=["plain", "falling"])
 @pytest.mark.parametrize("executor", ["sequential", "vmap"])
-def test_a_radius_that_pilots_found_is_that_of_its_round(executor, lr_end_factor):
+def test_a_radius_that_was_found_is_that_of_its_round(executor, usual, still):
     model, clients = oracle.smooth_model(), oracle.ragged_clients()
     options = {"rounds": 3, "participation": 1.0, "batch_size": 3, "executor": executor}
-    one, other_model = (fed.run(model, clients, Unsure(p, lr_end_factor), **options).model for p in (True, False))
+    steps = (still(rho=0.3), usual(rho=0.0))
+    one, other_model = (fed.run(model, clients, Unsure(usual(rho=0.3), s), **options).model for s in steps)
     assert same_bits(one, other_model)
-
-
-@pytest.mark.parametrize("executor", ["sequential", "vmap"])
-@pytest.mark.parametrize(
-    ("radius", "got"), [(lambda h, g: h[:, None], r"\[\d, 1\]"), (lambda h, g: 0.1, "float")], ids=["column", "number"]
-)
-def test_a_radius_of_pilots_is_a_number_for_each_client(executor, radius, got):
-    class Wrong(fed.Algorithm):
-        def local_update(self, server, client, round):
-            return fed.LocalUpdate(fed.Direction.GRADIENT, pilot=fed.Pilot(1, radius))
-
-    with pytest.raises(ValueError, match=f"radius must return a tensor with a number for each client, .*got {got}"):
-        fed.run(oracle.smooth_model(), oracle.ragged_clients(), Wrong(), rounds=1, executor=executor)
 
 
 @pytest.mark.parametrize("rho", [None, 0.2])
@@ -167,18 +165,19 @@ def start(algorithm):
     fed.run(oracle.smooth_model(torch.float32), oracle.ragged_clients(torch.float32), algorithm, rounds=1)
 
 
-def start_update(make):
-    """Run an algorithm whose `local_update` returns `make(server)`."""
-    start(algorithm_of(local_update=lambda self, server, client, round: make(server)))
-
-
 def start_step(make):
+    """Run an algorithm whose `local_step` returns `make(server)`."""
+    start(algorithm_of(local_step=lambda self, server, client, round: make(server)))
+
+
+def start_server(make):
+    """Run an algorithm whose `step_server` returns `make(server)`."""
     start(algorithm_of(step_server=lambda self, server, aggregate, round: make(server)))
 
 
 def start_finish(make):
-    """Run an algorithm whose `finish_client` returns `make(client, delta)`."""
-    start(algorithm_of(finish_client=lambda self, server, client, results, round: make(client, results.delta)))
+    """Run an algorithm whose `finish` returns `make(client, delta)`."""
+    start(algorithm_of(finish=lambda self, server, client, results, round: make(client, results.delta)))
 
 
 def dot_of(change):
@@ -198,39 +197,34 @@ test_refused = refusals(
     (lambda: dot_of(lambda w, mean: torch.lerp(w, mean, 0.5)), "aggregate are float64", fed.AlgorithmError),
     (lambda: dot_of(lambda w, mean: w[None] @ mean), "aggregate are float64", fed.AlgorithmError),
     (lambda: start(fed.FedSAM), r"FedSAM\(\.\.\.\), not FedSAM"),
-    (lambda: start(Bare()), "init_server, init_client"),
+    (lambda: start(Bare()), "init_server, init_client, local_step, finish, step_server"),
+    (lambda: start(algorithm_of(local_update=lambda self, server, client, round: None)),
+     "Broken.local_update is not called any more. Write local_step"),
+    (lambda: start(algorithm_of(finish_client=lambda self, server, client, results, round: None)),
+     "Broken.finish_client is not called any more. Write finish,"),
     (lambda: start(algorithm_of(init_server=lambda self, w0: w0)), "init_server must return a dict.*Tensor"),
     (lambda: start(algorithm_of(init_server=lambda self, w0: {"w": w0[:5]})), r"init_server must return 'w'.*\[5\]"),
     (lambda: start(algorithm_of(init_client=lambda self, server: None)),
      "init_client must return a client's state.*got NoneType"),
     (lambda: start(algorithm_of(init_client=lambda self, server: {"k": 3})),
      "init_client must .* dict of tensors, got dict with 'k': int"),
-    (lambda: start_step(lambda server: {"c": server["w"]}), "step_server must return a dict"),
-    (lambda: start_step(lambda server: {"w": server["w"].double()}), "float32.*float64"),
-    (lambda: start_update(lambda server: fed.LocalUpdate(gradient_offset=torch.zeros(3))),
-     r"LocalUpdate.gradient_offset must be.*\[3\]"),
-    (lambda: start_update(lambda server: fed.LocalUpdate(gradient_offset=0.1)),
-     "LocalUpdate.gradient_offset must be.*got float"),
-    (lambda: start_update(lambda server: fed.LocalUpdate(start=server["w"][:-1])), "LocalUpdate.start"),
-    (lambda: start_update(lambda server: None),
-     r"must return a fastsam.fed.LocalUpdate \(or a list of 1, one for each client\), got NoneType"),
-    (lambda: start_update(lambda server: [fed.LocalUpdate()] * 2),
-     "must return a fastsam.fed.LocalUpdate .*, got 2 times LocalUpdate"),
-    (lambda: start_update(lambda server: fed.LocalUpdate(gradient_offset=server["w"].expand(2, -1))),
-     r"LocalUpdate.gradient_offset must be torch.float32 \[1, \d+\] \(or \[\d+\], one for all 1 clients\).*"
-     r"got torch.float32 \[2,"),
-    (lambda: start_finish(lambda client, delta: delta), "cannot unpack|finish_client must return"),
+    (lambda: start_server(lambda server: {"c": server["w"]}), "step_server must return a dict"),
+    (lambda: start_server(lambda server: {"w": server["w"].double()}), "float32.*float64"),
+    (lambda: start_step(lambda server: None),
+     "local_step must return a fastsam.fed.Step for all 1 clients, got NoneType"),
+    (lambda: start_step(lambda server: [fed.Step()]), "local_step must return a fastsam.fed.Step .*, got list"),
+    (lambda: start_finish(lambda client, delta: delta), "cannot unpack|finish must return"),
     (lambda: start_finish(lambda client, delta: ({}, {"delta": delta})), "Upload.*dict"),
     (lambda: start_finish(lambda client, delta: ({"k": 3}, fed.Upload({"delta": delta}))),
-     "finish_client .*dict with 'k': int"),
+     "finish .*dict with 'k': int"),
     (lambda: start_finish(lambda client, delta: (client, fed.Upload({"delta": 1.0}))),
      "Upload.mean=.*dict with 'delta': float"),
     (lambda: start_finish(lambda client, delta: (client, fed.Upload(sum=[delta]))), "Upload.sum=.*got list"),
     (lambda: start_finish(lambda client, delta: (client, fed.Upload({"delta": delta[0]}))),
-     r"Upload.mean=.... of finish_client must have a row for each of the \d clients, \[\d, ...\]; got \[\d+\] "
+     r"Upload.mean=.... of finish must have a row for each of the \d clients, \[\d, ...\]; got \[\d+\] "
      r"for 'delta'"),
     (lambda: start_finish(lambda client, delta: ({"k": delta.sum()}, fed.Upload({"delta": delta}))),
-     r"the state that finish_client returns must have a row .* got \[\] for 'k'.* becomes rows by x.expand"),
+     r"the state that finish returns must have a row .* got \[\] for 'k'.* becomes rows by x.expand"),
 )  # fmt: skip
 
 
@@ -240,13 +234,13 @@ def make_writer(where):
     def init_client(self, server):
         return {"k": torch.zeros(3)}
 
-    def local_update(self, server, client, round):
-        if where == "local_update":
+    def local_step(self, server, client, round):
+        if where == "local_step":
             client["k"].add_(1)
-        return fed.LocalUpdate()
+        return fed.Step()
 
-    def finish_client(self, server, client, results, round):
-        if where == "finish_client":
+    def finish(self, server, client, results, round):
+        if where == "finish":
             client["k"] += 1
         return client, fed.Upload({"delta": results.delta})
 
@@ -255,13 +249,13 @@ def make_writer(where):
             server["w"].add_(aggregate.mean("delta"))
         return {"w": server["w"]}
 
-    functions = (init_client, local_update, finish_client, step_server)
+    functions = (init_client, local_step, finish, step_server)
     return algorithm_of(**{function.__name__: function for function in functions})
 
 
 @pytest.mark.parametrize(
     ("where", "subject"),
-    [("local_update", "client.'k'"), ("finish_client", "client.'k'"), ("step_server", "server.'w'"), (None, "")],
+    [("local_step", "client.'k'"), ("finish", "client.'k'"), ("step_server", "server.'w'"), (None, "")],
 )
 def test_writing_into_what_was_given_is_told(where, subject):
     """New clients share one state, so such a write would change other clients."""
@@ -273,22 +267,10 @@ def test_writing_into_what_was_given_is_told(where, subject):
         fed.run(*arguments, rounds=1, executor="sequential")
 
 
-def test_writing_into_the_state_of_several_clients_is_told():
-    """In the first round all have one state, which torch does not write for several; later each has its own."""
+def test_writing_into_the_state_of_several_new_clients_is_told():
+    """They share one state, which torch does not write for several."""
     with pytest.raises((ValueError, RuntimeError), match="wrote into client|refers to a single memory location"):
-        fed.run(
-            oracle.smooth_model(), oracle.ragged_clients(), make_writer("finish_client"), rounds=1, participation=1.0
-        )
-
-    def finish_client(self, server, client, results, round):
-        if round.index:
-            client["k"].add_(1)
-        return {"k": results.delta}, fed.Upload({"delta": results.delta})
-
-    options = {"rounds": 2, "participation": 1.0, "executor": "vmap", "slots": 8}
-    with pytest.raises(ValueError, match="wrote into client.'k'., which is shared; it must return a new tensor"):
-        clients = [oracle.ragged_clients()[0]] * 4
-        fed.run(oracle.smooth_model(), clients, algorithm_of(finish_client=finish_client), **options)
+        fed.run(oracle.smooth_model(), oracle.ragged_clients(), make_writer("finish"), rounds=1, participation=1.0)
 
 
 def test_a_global_model_that_is_not_finite_ends_the_run(tmp_path):

@@ -1,4 +1,4 @@
-"""Loops of algorithms (`train_client`): distillation against plain loops, and the handle that a loop gets."""
+"""Loops of algorithms (`train_client`), and the handle that a loop gets."""
 
 import threading
 from dataclasses import dataclass
@@ -14,20 +14,27 @@ from fastsam.fed.clients.plan import Work
 from fastsam.fed.executors import cuda
 from fastsam.fed.executors.task import ClientLoop, Task
 from tests.helpers import oracle
-from tests.helpers.fed_cases import ACTIVE, options_of, run_replayed
 from tests.helpers.fed_refusals import refusals
 from tests.helpers.fed_runs import same_bits
 from tests.helpers.oracle.loop import add, scale_vector, unit
+from tests.promises.cases import ACTIVE, options_of, run_replayed
 
 
 @dataclass(frozen=True)
 class SharpNTD(fed.FedNTD):
-    """FedNTD with SAM steps. Both gradients include the whole objective."""
+    """FedNTD as a loop, with SAM steps. Both gradients include the whole objective."""
 
     rho: float = 0.2
 
-    def local_update(self, server, client, round):
-        return fed.LocalUpdate(fed.Direction.GRADIENT, rho=self.rho)
+    def local_step(self, server, client, round):
+        return fed.SAM(rho=self.rho)
+
+    def train_client(self, client, server, state, round):
+        teacher = client.teacher(server["w"])
+        for x, y in client.batches():
+            with torch.no_grad():
+                teacher_outputs = teacher(x)
+            client.step(x, y, penalty=partial(self.not_true_distillation, teacher_outputs, y))
 
 
 @dataclass
@@ -90,29 +97,15 @@ def test_the_teacher_is_in_evaluation_mode_with_the_buffers_of_the_round():
         assert not torch.allclose(outputs, teacher_outputs)  # dropout, and the batch's own statistics
 
 
-def test_records_have_the_loss_of_the_data():
-    assert run(fed.FedNTD(beta=50.0), rounds=1, local_epochs=1, batch_size=64).history[0][
-        "train_loss"
-    ] == pytest.approx(run(fed.FedAvg(), rounds=1, local_epochs=1, batch_size=64).history[0]["train_loss"])
-
-
-def test_the_first_step_of_fedsol_is_fedavgs():
-    """In the first step w = w^t, so that a round of one step has the bits of FedAvg, and its recorded loss."""
-    options = {"local_epochs": 1, "batch_size": 64}
-    fedsol, fedavg = run(fed.FedSOL(rho=5.0), **options), run(fed.FedAvg(), executor="sequential", **options)
-    assert same_bits(fedsol.model, fedavg.model)
-    assert [r["train_loss"] for r in fedsol.history] == [r["train_loss"] for r in fedavg.history]
-
-
 @dataclass(frozen=True)
 class Loop(fed.Algorithm):
-    """An algorithm whose loop, and constants of the local update rule, are arguments."""
+    """An algorithm whose loop and step are arguments."""
 
     loop: Any
-    update: fed.LocalUpdate
+    step: fed.Step
 
-    def local_update(self, server, client, round):
-        return self.update
+    def local_step(self, server, client, round):
+        return self.step
 
     def train_client(self, client, server, state, round):
         return self.loop(client)
@@ -149,32 +142,32 @@ def by_torch(client):
                 p.grad = None
 
 
-SAM = fed.LocalUpdate(fed.Direction.GRADIENT, rho=0.3)
+SAM = fed.SAM(rho=0.3)
 PLAIN = {"momentum": 0.0, "lr": 0.3, "executor": "sequential"}
 
 
 @pytest.mark.parametrize(
-    ("loop", "update", "twin", "options"),
+    ("loop", "step", "twin", "options"),
     [
-        (default, fed.LocalUpdate(), fed.FedAvg(), {"momentum": 0.5, "clip_norm": 0.1}),
+        (default, fed.Step(), fed.FedAvg(), {"momentum": 0.5, "clip_norm": 0.1}),
         (default, SAM, fed.FedSAM(rho=0.3), {"momentum": 0.5, "weight_decay": 0.01}),
-        (by_gradients, fed.LocalUpdate(), fed.FedAvg(), {"momentum": 0.5, "clip_norm": 0.1}),
-        (by_rows, fed.LocalUpdate(), fed.FedAvg(), {"momentum": 0.5, "weight_decay": 0.01}),
+        (by_gradients, fed.Step(), fed.FedAvg(), {"momentum": 0.5, "clip_norm": 0.1}),
+        (by_rows, fed.Step(), fed.FedAvg(), {"momentum": 0.5, "weight_decay": 0.01}),
         (by_perturbations, SAM, fed.FedSAM(rho=0.3), {"momentum": 0.5, "clip_norm": 0.1}),
-        (by_torch, fed.LocalUpdate(), fed.FedAvg(), {}),
+        (by_torch, fed.Step(), fed.FedAvg(), {}),
     ],
     ids=["step", "SAM step", "gradient", "row", "perturb", "torch"],
 )
 @pytest.mark.parametrize("executor", ["sequential", "threads"])
-def test_a_loop_trains_as_the_constants_do(loop, update, twin, options, executor):
-    loops = run(Loop(loop, update), **PLAIN | options | {"executor": executor})
-    constants = run(twin, **PLAIN | options)
-    assert oracle.difference(loops.model, constants.model) < 1e-14
+def test_a_loop_trains_as_steps_do(loop, step, twin, options, executor):
+    loops = run(Loop(loop, step), **PLAIN | options | {"executor": executor})
+    steps = run(twin, **PLAIN | options)
+    assert oracle.difference(loops.model, steps.model) < 1e-14
     if loop is default:
-        assert same_bits(loops.model, constants.model)
+        assert same_bits(loops.model, steps.model)
         numbers = [[r[key] for key in ("train_loss", "steps", "backprops", "samples")] for r in loops.history]
         keys = ("train_loss", "steps", "backprops", "samples")
-        assert numbers == [[r[key] for key in keys] for r in constants.history]
+        assert numbers == [[r[key] for key in keys] for r in steps.history]
 
 
 def test_a_loop_may_restore_the_weights_and_measure_from_elsewhere():
@@ -202,11 +195,6 @@ def by_perturbations_without_steps(client):
         client.perturb(client.gradient(x, y))
 
 
-class Constant(fed.FedLESAM):
-    def train_client(self, client, server, state, round):
-        default(client)
-
-
 class Pair(torch.nn.Module):
     def forward(self, x):
         return x, x
@@ -223,8 +211,8 @@ class PairModel(torch.nn.Module):
         return self.out(self.pair(x)[0])
 
 
-def run_loop(loop, **constants):
-    run(Loop(loop, fed.LocalUpdate(**constants)), run_dir="run")
+def run_loop(loop, step=fed.Step()):  # noqa: B008  (a step is not changed)
+    run(Loop(loop, step), run_dir="run")
 
 
 def run_moon(features):
@@ -235,15 +223,13 @@ def run_moon(features):
 test_refused = refusals(
     (lambda: run_loop(lambda client: [1]), "train_client must return a dict of tensors, or None, got list"),
     (lambda: run_loop(lambda client: client.gradient_offset), "there is no gradient_offset to change"),
-    (lambda: run_loop(lambda client: client.perturb(None)), r"perturb\(\) needs local_update to return"),
+    (lambda: run_loop(lambda client: client.perturb(None)), r"perturb\(\) needs local_step to return fed.SAM"),
     (lambda: run_loop(lambda client: 1 / 0), "Loop.train_client failed before round 1: ZeroDivisionError"),
     (lambda: run_loop(lambda client: client.step(*next(client.batches()), penalty=lambda outputs: outputs.sum(1))),
      "a trial of Loop.train_client on client . failed: loss.* must be a scalar tensor"),
-    (lambda: run_loop(lambda client: client.step(*next(client.batches()), first_objective=torch.sum)),
-     "first_objective needs a LocalUpdate whose direction is found by a gradient"),
-    (lambda: run_loop(by_perturbations_without_steps, direction=fed.Direction.GRADIENT, rho=0.3),
+    (lambda: run_loop(by_perturbations_without_steps, SAM),
      r"ended at perturbed weights. Call update\(\) or restore\(\) after perturb"),
-    (lambda: run(Constant(rho=0.1), rounds=3), "train_client does not serve the direction 'constant'"),
+    (lambda: run_loop(default, fed.Shifted(e=torch.zeros(256).double())), "train_client does not serve fed.Shifted"),
     (lambda: run_moon("pair"), "features='pair' must be a module that works on one tensor; .* it gives tuple"),
     (lambda: run_moon("idle"), "features='idle' must be a module that works on one tensor; .* it is not called"),
 )  # fmt: skip
@@ -275,13 +261,20 @@ def test_an_error_in_reading_all_samples_excludes_the_client(monkeypatch):
 
     monkeypatch.setattr(Work, "full_batches", unreadable)
     options = {"executor": "threads", "participation": 1.0, "on_client_error": "exclude", "max_excluded": 0.9}
-    excluded_clients = run(Loop(loop, fed.LocalUpdate()), rounds=1, **options).history[0]["excluded"]
+    excluded_clients = run(Loop(loop, fed.Step()), rounds=1, **options).history[0]["excluded"]
     assert [(entry["client"], "OSError: disk" in entry["reason"]) for entry in excluded_clients] == [(2, True)]
+
+
+@dataclass(frozen=True, eq=False)
+class WithNumber(fed.Step):
+    """A step with a number of each client."""
+
+    seen: torch.Tensor | None = None
 
 
 def test_every_tensor_that_a_loop_reads_is_recorded_on_its_stream():
     """Memory that another stream still reads must not be freed."""
-    q, e, start, w, v = torch.zeros(5, 3).unbind()
-    update = fed.LocalUpdate(fed.Direction.PATH, direction_vector=e, gradient_offset=q, start=start)
-    task = Task(0, None, None, 0, 0.1, update, loop=ClientLoop(default, [w, v]))
-    assert {id(t) for t in (q, e, start, w, v)} <= {id(t) for t in cuda.vectors(task)}
+    q, seen, start, w, v, u, b = torch.zeros(7, 1, 1).unbind()
+    step = WithNumber(q=q, seen=seen, start=start, state={"exp_avg": u}, buffers=[b])
+    task = Task(0, None, None, 0, 0.1, step, loop=ClientLoop(default, [w, v]))
+    assert {id(t) for t in (q, seen, start, w, v, u, b)} <= {id(t) for t in cuda.vectors(task)}

@@ -13,18 +13,10 @@ from tests.helpers.fake_cuda import FakeCuda, Watch
 from tests.helpers.fake_devices import install_epochs
 from tests.helpers.fed_runs import digest
 
-
-class ByDrift(fed.Algorithm):
-    """A step that reads vectors of the round's start."""
-
-    def local_update(self, server, client, round):
-        return fed.LocalUpdate(fed.Direction.GRADIENT_BY_DRIFT, rho=0.5)
-
-
 CASES = {
     "fedavg": fed.FedAvg(), "fedsam": fed.FedSAM(rho=0.05), "adaptive": fed.FedSAM(rho=0.05, adaptive=True),
     "fedgsam": fed.FedGSAM(rho=0.05), "fedsmoo": fed.FedSMOO(rho=0.05), "fedlesam": fed.FedLESAM(rho=0.05),
-    "fedscam": fed.FedSCAM(rho=0.3), "scaffold": fed.SCAFFOLD(), "by drift": ByDrift(),
+    "fedscam": fed.FedSCAM(rho=0.3), "scaffold": fed.SCAFFOLD(),
 }  # fmt: skip
 EVEN = (6,) * 3  # a whole batch and a partial one
 
@@ -65,11 +57,7 @@ def test_a_captured_epoch_has_the_bits_of_its_steps(name: str, options: dict, re
     request.getfixturevalue("capture_epochs")
     with Watch():
         assert train(CASES[name], **options) == plain
-    graphs = FakeCuda.graphs
-    # With a dual the last epoch also stores its perturbation and has a separate graph; the first two epochs of a
-    # shape run without a graph.
-    # they are.
-    assert [graph.replays for graph in graphs] == ([1, 1] if name == "fedsmoo" else [4])
+    assert [graph.replays for graph in FakeCuda.graphs] == [4]  # the first two epochs of a shape run without a graph
 
 
 @pytest.mark.usefixtures("capture_epochs")
@@ -92,7 +80,7 @@ def test_epochs_of_dicts_are_captured(request: pytest.FixtureRequest) -> None:
 @pytest.mark.usefixtures("capture_epochs")
 def test_graphs_are_released_together_at_the_end_of_a_run() -> None:
     train(fed.FedSMOO(rho=0.05))
-    assert FakeCuda.ends == ["synchronize", "end", "end"]
+    assert FakeCuda.ends == ["synchronize", "end"]
 
 
 @pytest.mark.slow
@@ -124,6 +112,14 @@ def test_a_model_whose_passes_are_not_replayed_is_not_captured() -> None:
 
 
 @pytest.mark.usefixtures("capture_epochs")
+@pytest.mark.parametrize("algorithm", [fed.FedSOL(rho=0.5), fed.FedNTD()])
+def test_objectives_are_not_captured(algorithm: fed.Algorithm) -> None:
+    """They run through Python, which a capture might freeze."""
+    train(algorithm)
+    assert FakeCuda.graphs == []
+
+
+@pytest.mark.usefixtures("capture_epochs")
 def test_steps_that_a_measure_keeps_are_not_captured() -> None:
     train(fed.FedSAM(rho=0.05), measures=["perturbation_drift"])
     assert FakeCuda.graphs == []
@@ -143,7 +139,7 @@ def test_no_more_graphs_than_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.slow
 @pytest.mark.skipif(native.why_not("cpu") is not None, reason=f"{native.why_not('cpu')}")
 @pytest.mark.usefixtures("capture_epochs")
-@pytest.mark.parametrize(("name", "graphs"), [("fedsam", 0), ("fedsmoo", 2)])
+@pytest.mark.parametrize(("name", "graphs"), [("fedsam", 0), ("fedsmoo", 1)])
 def test_row_programs_come_before_graphs(name: str, graphs: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """An epoch in one launch needs no graph; steps with duals are captured, including their row programs."""
     original, calls = RowSteps._train, []

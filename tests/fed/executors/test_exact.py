@@ -146,7 +146,7 @@ def test_ctrl_c_that_falls_into_no_grad_leaves_autograd_on(monkeypatch):
 
 def test_an_error_of_the_receiver_leaves_no_thread_behind():
     class Breaks(fed.FedAvg):
-        def finish_client(self, server, client, results, round):
+        def finish(self, server, client, results, round):
             raise ValueError("not today")
 
     with pytest.raises(ValueError, match="not today"):
@@ -202,7 +202,7 @@ def choose_executor(model, tmp_path, algorithm=None, x=(6,), **options):
 def test_auto_takes_what_serves_and_says_why(tmp_path, monkeypatch):
     monkeypatch.setattr(threads, "cpus", lambda: 2)
     dense = choose_executor(oracle.smooth_model(FLOAT), tmp_path)
-    assert dense["name"] == "vmap" and "share the cost" in dense["reason"] and dense["numbers"].startswith("vmap, ")
+    assert dense["name"] == "vmap" and "share the cost" in dense["reason"] and dense["numbers"].startswith("vmap ")
     conv = nn.Sequential(nn.Conv2d(1, 2, 3), nn.Flatten(), nn.Linear(32, 3))
     result = choose_executor(conv, tmp_path, x=(1, 6, 6))
     assert (result["name"], result["numbers"], result["slots"]) == ("threads", "exact", 2)
@@ -217,7 +217,7 @@ def test_auto_takes_what_serves_and_says_why(tmp_path, monkeypatch):
     assert result["name"] == "threads" and "buffers" in result["reason"]
     assert choose_executor(oracle.smooth_model(FLOAT), tmp_path, fed.FedRobust())["name"] == "threads"
     width = auto._MAX_NUMEL["cpu"] // 8
-    wide = nn.Sequential(nn.Linear(6, width), nn.GELU(), nn.Linear(width, 3))
+    wide = nn.Sequential(nn.Linear(6, width), nn.ELU(), nn.Linear(width, 3))
     result = choose_executor(wide, tmp_path)
     assert result["name"] == "threads" and "no row program" in result["reason"]
     if native.why_not("cpu") is None:

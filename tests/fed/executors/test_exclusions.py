@@ -18,9 +18,9 @@ from torch import Tensor
 from fastsam import fed
 from fastsam.fed.data import FederatedData
 from fastsam.fed.executors.vmap import Vmap
-from tests.helpers import fed_cases as cases
 from tests.helpers import oracle
 from tests.helpers.fed_runs import FIRST, FLOAT, digest, excluded_clients, fixed_linear, overflow, same_bits
+from tests.promises import cases
 
 MOST_STEPS = 1000  # limit for the stacked clients of a test, which take less than a hundred steps
 SIZES = (10, 7, 10, 10, 10)  # batches of 5; client 1, which fails, ends with one of 2
@@ -86,7 +86,7 @@ class Spoiled(fed.FedAvg):
     def init_client(self, server: fed.State) -> fed.State:
         return {"k": torch.zeros(3)}
 
-    def finish_client(self, server: Any, client: Any, results: Any, round: fed.Round) -> Any:
+    def finish(self, server: Any, client: Any, results: Any, round: fed.Round) -> Any:
         is_bad = torch.tensor([i == 1 and round.index == 1 for i in results.client_ids])[:, None]
         delta = torch.where(is_bad & (self.place == "delta"), self.value, results.delta)
         k = torch.where(is_bad & (self.place == "state"), self.value, client["k"] + 1)
@@ -226,7 +226,7 @@ def test_the_log_names_a_few_and_counts_the_rest(caplog: pytest.LogCaptureFixtur
 
 def test_what_the_algorithm_raises_and_ctrl_c_still_end_the_run() -> None:
     class Broken(fed.FedAvg):
-        def finish_client(self, *arguments: Any) -> Any:
+        def finish(self, *arguments: Any) -> Any:
             raise ValueError("broken")
 
     with pytest.raises(fed.AlgorithmError, match="broken"):

@@ -11,10 +11,11 @@ from torch import Tensor, nn
 
 from fastsam import fed
 from fastsam.fed import executors
+from fastsam.fed.algorithms.fedswa import Falling
 from fastsam.fed.executors import graph_lanes, streams
 from fastsam.fed.executors.cuda import CaptureError
 from fastsam.fed.executors.graph_lanes import Chunk, cut
-from fastsam.fed.update.local_update import Direction, LocalUpdate
+from fastsam.fed.update.steps import SAM, Shifted, Step
 from tests.helpers import oracle
 from tests.helpers.fake_cuda import FakeCuda, FakeStream, Watch
 from tests.helpers.fed_runs import digest, excluded_clients
@@ -94,8 +95,7 @@ def test_graphs_are_released_together_at_the_end_of_a_run() -> None:
 
 
 def test_replayed_steps_follow_a_schedule() -> None:
-    update = LocalUpdate(Direction.GRADIENT, rho=0.3, lr_end_factor=0.5)
-    tasks, start, setup = oracle_tasks((10, 15, 8), 5, update, facts={"backend": "foreach"})
+    tasks, start, setup = oracle_tasks((10, 15, 8), 5, Falling(end=0.5), facts={"backend": "foreach"})
     plain = ends_of(executors.registry["sequential"](setup).train(start, [], iter(tasks)))
     cls = executors.registry["graph"](setup)
     for _ in range(3):
@@ -105,14 +105,14 @@ def test_replayed_steps_follow_a_schedule() -> None:
     assert sum(graph.replays for graph in FakeCuda.graphs) > 3
 
 
-def test_lanes_of_several_variants_and_own_starts() -> None:
-    """Neighbours of one variant begin and end together, whatever their vectors are."""
+def test_lanes_of_several_steps_and_own_starts() -> None:
+    """Neighbours of one key begin and end together, whatever their vectors are."""
     tasks, start, setup = oracle_tasks((6, 6, 4, 6, 5, 6), 3, slots=4, local_epochs=1)
     vectors = torch.randn(3, len(start), generator=torch.Generator().manual_seed(0))
-    updates = [LocalUpdate(Direction.GRADIENT, rho=0.05, gradient_offset=vectors[i], start=start + i) for i in range(3)]
-    updates.append(LocalUpdate(Direction.CONSTANT, rho=0.05, direction_vector=vectors[0]))
+    steps: list[Step] = [SAM(rho=0.05, q=vectors[i], start=start + i) for i in range(3)]
+    steps.append(Shifted(rho=0.05, e=vectors[0]))
     for task, i in zip(tasks, (0, 1, 3, 2, 3, 2), strict=True):
-        task.update = updates[i]
+        task.step = steps[i]
     plain = ends_of(executors.registry["sequential"](setup).train(start, [], iter(tasks)))
     cls = executors.registry["graph"](setup)
     with Watch():
@@ -126,9 +126,7 @@ def test_lanes_of_several_variants_and_own_starts() -> None:
 
 def test_batches_of_many_layouts_have_inputs_only_for_graphs(monkeypatch: MonkeyPatch) -> None:
     monkeypatch.setattr(graph_lanes, "_MAX_GRAPHS", 2)
-    tasks, start, setup = oracle_tasks(
-        range(6, 11), 5, LocalUpdate(), slots=1, facts={"store": None, "backend": "foreach"}
-    )
+    tasks, start, setup = oracle_tasks(range(6, 11), 5, Step(), slots=1, facts={"store": None, "backend": "foreach"})
     cls = executors.registry["graph"](setup)
     for _ in range(4):
         list(cls.train(start, [], iter(tasks)))
@@ -166,7 +164,7 @@ def test_lanes_train_at_the_same_time(executor: str, facts: dict[str, Any]) -> N
     queues little besides the replays."""
     options = {"model": drops() if facts else None, "facts": {"backend": "foreach", **facts}}
     samples, rounds = (64, 2) if executor == "graph" else (24, 1)  # eager steps are alike
-    tasks, start, setup = oracle_tasks((samples,) * LANES, 8, LocalUpdate(), slots=LANES, local_epochs=1, **options)
+    tasks, start, setup = oracle_tasks((samples,) * LANES, 8, Step(), slots=LANES, local_epochs=1, **options)
     cls = executors.registry[executor](setup)
     with Watch() as watch:
         for _ in range(rounds):
@@ -267,7 +265,7 @@ def test_losses_are_added_in_float64_in_the_order_of_the_steps(executor: str) ->
         losses.append(float(result.detach()))
         return result
 
-    tasks, start, setup = oracle_tasks((122,), 2, LocalUpdate(), scaled, slots=1, local_epochs=1)
+    tasks, start, setup = oracle_tasks((122,), 2, Step(), scaled, slots=1, local_epochs=1)
     results = list(executors.registry[executor](setup).train(start, [], iter(tasks)))
     expected = 0.0
     for value in losses:

@@ -16,7 +16,7 @@ from fastsam.fed import BatchLoss
 from fastsam.fed.clients.prepare import prepare
 from fastsam.fed.clients.samples import fill_tree, tensors_of
 from fastsam.fed.executors import stacked
-from fastsam.fed.executors.gradient_passes import Passes
+from fastsam.fed.executors.gradient_passes import ModelPasses
 from fastsam.fed.executors.slow_calls import SlowCalls
 from fastsam.fed.loop.trial import try_model
 from tests.helpers.places import ROOT
@@ -121,7 +121,7 @@ def measure(case: Case) -> tuple[str, float]:
     losses, gradients = stacked.StackedPasses(replica, setup.layout, setup, calls).plain(
         rows, *(torch.stack(parts) for parts in zip(*batches, strict=True))
     )
-    difference, plain = 0.0, Passes(replica, setup.layout, setup.loss)
+    difference, plain = 0.0, ModelPasses(replica, setup.layout, setup.loss)
     for row, batch in enumerate(batches):
         replica.row.copy_(rows.z[row])
         row_loss, row_gradients = plain.run(*fill_tree(template, batch))

@@ -13,6 +13,7 @@ from fastsam.fed.algorithms.base import has_loop
 from fastsam.fed.algorithms.fednova import weight_of_gradients
 from fastsam.fed.loop.options import Settings
 from tests.helpers import oracle
+from tests.promises.step_cases import ALGORITHMS, layer_normed
 
 OPTIONS = {"rounds": 3, "batch_size": 5, "participation": 1.0, "shuffle": False, "lr": 0.05, "executor": "sequential"}
 
@@ -188,6 +189,55 @@ def test_a_rule_serves_all_directions(algorithm):
     assert oracle.difference(plain, train(algorithm, RULES["AdamW"], executor="threads")) == 0
     if not has_loop(algorithm):
         assert oracle.difference(plain, train(algorithm, RULES["AdamW"], executor="vmap", slots=3)) < 1e-12
+
+
+# --- Optimizers of torch that the kernels do not have, under every algorithm
+
+
+class TorchSGD(torch.optim.SGD):
+    """SGD of torch, which is not recognised as the kernels' rule."""
+
+
+ONLY_TORCH = {
+    "SGD": partial(TorchSGD, lr=0.05, momentum=0.5, weight_decay=0.1),
+    "SGD, dampening": RULES["SGD, dampening"],
+    "Adadelta": partial(torch.optim.Adadelta, lr=0.1),
+    "NAdam": partial(torch.optim.NAdam, lr=0.05),
+}
+TWO, SHIFTED = "an update with two gradients needs one of the kernels' rules", "weights that are shifted for the whole"
+FALLING, SECOND = "a learning rate that changes within a round needs", "a second model needs one of the kernels'"
+MOMENTS = "FedAdamW needs a fused local optimizer that keeps exp_avg_sq"
+REFUSED = {
+    "apfl": SECOND, "fedadamw": MOMENTS, "fedadamw-sam": MOMENTS, "fedgsam": TWO, "fedgsam-schedule": TWO,
+    "fedlesam": SHIFTED, "fedlesam-d": SHIFTED, "fedlesam-none": SHIFTED, "fedlesam-s": SHIFTED, "fedmoswa": FALLING,
+    "fedspeed": TWO, "fedswa": FALLING,
+}  # fmt: skip
+LATE = ("fedlesam-none",)  # its first round has no perturbation
+
+
+@pytest.mark.parametrize(
+    ("name", "optimizer"),
+    [
+        pytest.param(name, optimizer, marks=[] if i % len(ONLY_TORCH) == j or not j else pytest.mark.slow)
+        for i, name in enumerate(ALGORITHMS)
+        for j, optimizer in enumerate(ONLY_TORCH)
+    ],
+)
+def test_every_algorithm_trains_by_an_optimizer_of_torch_or_is_refused(name, optimizer):
+    """With SGD it has the numbers of the kernels' SGD. A refusal comes before round 1, and says what is missing."""
+    algorithm, records = ALGORITHMS[name], []
+    options = {**OPTIONS, "lr": None, "progress": records.append}
+    start = partial(fed.run, layer_normed(), oracle.ragged_clients(), algorithm)
+    if name in REFUSED:
+        with pytest.raises(ValueError, match=REFUSED[name]):
+            start(optimizer=ONLY_TORCH[optimizer], **options)
+        assert len(records) == (name in LATE)
+        return
+    model = start(optimizer=ONLY_TORCH[optimizer], **options).model
+    assert oracle.movement(model, layer_normed()) > 1e-3 and all(p.isfinite().all() for p in model.parameters())
+    if optimizer == "SGD":
+        kernels = start(momentum=0.5, weight_decay=0.1, **options | {"lr": 0.05}).model
+        assert oracle.difference(model, kernels) < 1e-12
 
 
 # --- The rate of the run

@@ -12,12 +12,10 @@ from tests.helpers.fed_runs import norm_model, run
 
 
 class Later(fed.Algorithm):
-    """Steps with a constant perturbation from the second round on."""
+    """Weights that are shifted from the second round on."""
 
-    def local_update(self, server: Any, client: Any, round: fed.Round) -> fed.LocalUpdate:
-        if round.index == 0:
-            return fed.LocalUpdate()
-        return fed.LocalUpdate(fed.Direction.CONSTANT, rho=0.1, direction_vector=server["w"])
+    def local_step(self, server: Any, client: Any, round: fed.Round) -> fed.Step:
+        return fed.Step() if round.index == 0 else fed.Shifted(rho=0.1, e=server["w"])
 
 
 ADAMW = partial(torch.optim.AdamW, lr=1e-3)
@@ -57,13 +55,8 @@ test_refused = refusals(
     (lambda: run_optimizer(optimizer=rateless, lr=0.1), "lr=0.1 needs an optimizer that takes lr.*rateless"),
     (lambda: run_optimizer(optimizer=rateless, lr_decay=0.9), "lr_decay=0.9 needs .*rateless"),
     # optimizers that the kernels do not have
-    (lambda: run_optimizer(fed.FedSMOO(), optimizer="Adadelta"),
-     "needs plain local steps, or steps of SAM, .*but FedSMOO has steps with gradient minus dual"),
-    (lambda: run_optimizer(fed.FedWMSAM(), optimizer="Adadelta"), "FedWMSAM has steps with drift_weight, path"),
-    (lambda: run_optimizer(fed.APFL(), optimizer="Adadelta"), "a second model needs one of the kernels' optimizers"),
     (lambda: run_optimizer(executor="vmap", optimizer="Adadelta"),
      "'vmap' cannot serve here: it serves the optimizers SGD, Adam, AdamW, Adagrad, RMSprop and Lion"),
     (lambda: run_optimizer(fed.FedLESAM()), "weights that shrink by themselves, .*the steps of FedLESAM are at"),
-    (lambda: run_optimizer(Later(), optimizer="Adadelta"),
-     "optimizer serves plain local steps .* but this algorithm needs constant"),
+    (lambda: run_optimizer(Later(), optimizer="Adadelta"), "weights that are shifted for the whole round need one of"),
 )  # fmt: skip

@@ -12,7 +12,7 @@ from fastsam.fed.loop import cohort
 from fastsam.fed.loop.cohort import Cohort
 from fastsam.fed.stages.base import ClientUploads
 from fastsam.fed.stages.clip import shorten_
-from fastsam.fed.update.local_update import ClientResults
+from fastsam.fed.update.results import ClientResults
 from tests.helpers import oracle
 from tests.helpers.fed_runs import FLOAT, fixed_linear
 
@@ -90,16 +90,17 @@ def train(algorithm=None, clients=6, **options):
     return fed.run(fixed_linear(), data, algorithm or fed.FedSAM(), **(base | options))
 
 
-@pytest.mark.parametrize("name", ["delta", "gradient", "dual"])
+@pytest.mark.parametrize("name", ["delta", "gradient", "norms"])
 def test_a_client_with_an_infinite_result_is_found_by_its_row(name):
     good_rows, bad_rows = torch.ones(3, 4), torch.ones(3, 4)
     bad_rows[1, 1], bad_rows[2, 3] = float("nan"), float("inf")
-    results = ClientResults(
-        [5, 6, 7], good_rows, [1] * 3, [1] * 3, torch.zeros(3), [1] * 3, gradient=good_rows, dual=good_rows
-    )
+    outputs = {"gradient": good_rows, "norms": good_rows[:, :1]}
+    results = ClientResults([5, 6, 7], good_rows, [1] * 3, [1] * 3, torch.zeros(3), [1] * 3, outputs=outputs)
     uploads = ClientUploads({}, results, {}, {}, {}, {}, {"loss": [0.0] * 3}, None, [1] * 3)
     assert cohort._nonfinite_clients(uploads) == {}
-    broken_value = replace(uploads, results=replace(results, **{name: bad_rows}))
+    bad_rows = bad_rows.sum(1, keepdim=True) if name == "norms" else bad_rows
+    broken = {"delta": bad_rows} if name == "delta" else {"outputs": {**outputs, name: bad_rows}}
+    broken_value = replace(uploads, results=replace(results, **broken))
     reason = f"its {name} is not finite"
     assert cohort._nonfinite_clients(broken_value) == {1: reason, 2: reason}
     broken_upload = replace(broken_value, mean={"x": bad_rows})
@@ -123,8 +124,8 @@ def test_control_variates_follow_the_shortened_displacement():
     variates = {}
 
     class Seen(fed.SCAFFOLD):
-        def finish_client(self, server, client, results, round):
-            state, upload = super().finish_client(server, client, results, round)
+        def finish(self, server, client, results, round):
+            state, upload = super().finish(server, client, results, round)
             variates.update(state)
             return state, upload
 

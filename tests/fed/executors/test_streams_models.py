@@ -110,7 +110,7 @@ def test_a_model_that_draws_has_the_numbers_of_the_plain_executor(case: str, nam
     DRAWS[case]()  # seeds torch's generator
     state = torch.get_rng_state()
     plain = train(name, "sequential", DRAWS[case])
-    for executor in EXECUTORS if name != "fedntd" else ("streams",):
+    for executor in EXECUTORS:
         assert train(name, executor, DRAWS[case], slots=3) == train(name, executor, DRAWS[case], slots=1) == plain
     assert plain != train(name, "sequential", DRAWS[case], seed=1)
     assert torch.equal(state, torch.get_rng_state())

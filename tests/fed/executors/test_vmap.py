@@ -16,14 +16,15 @@ from fastsam import fed
 from fastsam.fed import executors
 from fastsam.fed.clients.packed_samples import pack_samples as store_of
 from fastsam.fed.common import seeds
-from fastsam.fed.executors import LocalOptions, Setup, stacked, stacked_rows, vmap
+from fastsam.fed.executors import LocalOptions, Setup, stacked, vmap
 from fastsam.fed.executors.batch_gatherer import BatchGatherer, gather_together
-from tests.helpers import fed_cases as cases
+from fastsam.fed.update import scratch_rows
 from tests.helpers import oracle
 from tests.helpers.fed_kinds import Rows, in_another_collate, pairs
 from tests.helpers.fed_kinds import run as run_kinds
 from tests.helpers.fed_runs import SIZES, digest, run
 from tests.helpers.setups import oracle_tasks, setup_of, tasks_of
+from tests.promises import cases
 
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 2e-5}  # relative error of a weight after a few dozen steps
 # one algorithm for each form of a step; the others are slow tests
@@ -101,7 +102,7 @@ def works_of(n, has_store, **options):
     if has_store:
         pairs, store = store_of(pairs)
     setup = setup_of(None, pairs, local, store=store)
-    return [task.work for task in tasks_of(setup, range(3), fed.LocalUpdate())]
+    return [task.work for task in tasks_of(setup, range(3), fed.Step())]
 
 
 @pytest.mark.parametrize("has_store", [False, True])
@@ -151,8 +152,8 @@ def test_clients_that_begin_together_draw_once_an_epoch(monkeypatch):
 @pytest.mark.parametrize("algorithm", [fed.FedAvg(), fed.FedSMOO()])
 def test_groups_of_short_rows_take_a_step_together_in_the_same_bits(monkeypatch, algorithm):
     """Results that free no slot for a new client come together too."""
-    steps, results, step = [], [], vmap.LocalRows.step
-    monkeypatch.setattr(vmap.LocalRows, "step", lambda rows, *args: steps.append(rows) or step(rows, *args))
+    steps, results, update = [], [], vmap.Rows.update
+    monkeypatch.setattr(vmap.Rows, "update", lambda rows, *args: steps.append(rows) or update(rows, *args))
     of = vmap.results_of
     monkeypatch.setattr(vmap, "results_of", lambda blocks, *args: results.append(blocks) or of(blocks, *args))
 
@@ -285,7 +286,7 @@ def test_operations_that_are_called_once_per_client_are_logged_in_our_words(
 
 
 def test_memory_that_is_too_small_names_slots(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*operands: object) -> None:
+    def fail(*operands: object, **options: object) -> None:
         raise RuntimeError("[enforce fail at alloc_cpu.cpp:124] err == 0. DefaultCPUAllocator: can't allocate memory")
 
     tasks, start, setup = oracle_tasks((12, 12, 12), slots=6)
@@ -293,10 +294,10 @@ def test_memory_that_is_too_small_names_slots(monkeypatch: pytest.MonkeyPatch) -
     setup = replace(setup, example=(x[:5], y[:5]))
     executor = executors.registry["vmap"](setup)
     monkeypatch.setattr(stacked.StackedPasses, "run", fail)
-    monkeypatch.setattr(executor.row_steps, "train", lambda blocks, start: blocks)
+    monkeypatch.setattr(executor.row_steps, "train", lambda blocks: blocks)
     with pytest.raises(fed.ClientError, match=r"clients? 0.*allocate memory\. Take fewer slots, or"):
         list(executor.train(start, [], iter(tasks)))
-    monkeypatch.setattr(vmap, "StackedRows", fail)
+    monkeypatch.setattr(vmap, "Rows", fail)
     with pytest.raises(torch.OutOfMemoryError, match=r"no memory for 6 clients at once .*allocate memory.*slots=3"):
         executors.registry["vmap"](setup)
 
@@ -304,14 +305,14 @@ def test_memory_that_is_too_small_names_slots(monkeypatch: pytest.MonkeyPatch) -
 def test_places_of_rows_go_to_the_device_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """From ordinary memory each copy would wait for all that the device has to do, twice a step."""
     tables: list[tuple[int, ...]] = []
-    original = stacked_rows.to_device
+    original = scratch_rows.to_device
 
     def count_copies(t: torch.Tensor, device: torch.device) -> torch.Tensor:
         if t.dtype == torch.int64:
             tables.append(tuple(t.tolist()))
         return original(t, device)
 
-    monkeypatch.setattr(stacked_rows, "to_device", count_copies)
+    monkeypatch.setattr(scratch_rows, "to_device", count_copies)
     # in the third step the first and the last have whole batches
     clients = oracle.ragged_clients(torch.float32, (15, 12, 9))
     runs = [

@@ -7,8 +7,8 @@ from fastsam.fed.algorithms.base import has_loop
 from fastsam.fed.loop.checked_contract import CheckedContract, contract_of
 from fastsam.fed.loop.contract import Contract
 from fastsam.fed.loop.personal import PersonalizedAlgorithm
-from tests.helpers import fed_cases as cases
 from tests.helpers.fed_runs import FIRST, digest, norm_model, run
+from tests.promises import cases
 
 
 def as_a_users(algorithm: fed.Algorithm) -> fed.Algorithm:

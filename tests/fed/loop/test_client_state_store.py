@@ -240,8 +240,8 @@ class Tracked(fed.SCAFFOLD):
     alive: list[Any] = field(default_factory=list)
     most: list[int] = field(default_factory=list)
 
-    def finish_client(self, server: Any, client: Any, results: Any, round: Any) -> Any:
-        state, upload = super().finish_client(server, client, results, round)
+    def finish(self, server: Any, client: Any, results: Any, round: Any) -> Any:
+        state, upload = super().finish(server, client, results, round)
         self.alive[:] = [ref for ref in self.alive if ref() is not None] + [weakref.ref(state["c_i"])]
         self.most.append(len(self.alive))
         return state, upload
@@ -291,9 +291,7 @@ def copies(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
 class Numbered(fed.Algorithm):
     """A client's state is its number."""
 
-    client_vectors = 1
-
-    def finish_client(self, server: Any, client: Any, results: Any, round: Any) -> Any:
+    def finish(self, server: Any, client: Any, results: Any, round: Any) -> Any:
         return {"who": torch.tensor(results.client_ids)}, fed.Upload(mean={"delta": results.delta})
 
 

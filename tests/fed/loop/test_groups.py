@@ -11,7 +11,7 @@ from fastsam import fed
 from fastsam.fed.clients import packed_samples as stores
 from fastsam.fed.clients.packed_samples import pack_samples as pack_pairs
 from fastsam.fed.sums.fixed_point import FixedPointAggregate
-from fastsam.fed.update.local_update import ClientResults
+from fastsam.fed.update.results import ClientResults
 from tests.helpers import oracle
 from tests.helpers.fed_runs import FLOAT, digest, fixed_linear, overflow
 from tests.helpers.sums import add_client_
@@ -58,14 +58,14 @@ def test_a_group_adds_what_its_good_clients_add_one_by_one(data):
 # --- runs ---
 
 
-def test_constants_are_asked_for_together_as_many_as_there_are_slots(monkeypatch):
-    sizes, original = [], fed.SCAFFOLD.local_update
+def test_steps_are_asked_for_together_as_many_as_there_are_slots(monkeypatch):
+    sizes, original = [], fed.SCAFFOLD.local_step
 
-    def local_update(self, server, client, round):
+    def local_step(self, server, client, round):
         sizes.append(len(client["c_i"]))
         return original(self, server, client, round)
 
-    monkeypatch.setattr(fed.SCAFFOLD, "local_update", local_update)
+    monkeypatch.setattr(fed.SCAFFOLD, "local_step", local_step)
     run(fed.SCAFFOLD(), rounds=2, participation=1.0)
     assert sizes == [1, 1, 4, 3]  # before the first round, in it, and seven clients in four slots
     sizes.clear()
@@ -76,7 +76,7 @@ def test_constants_are_asked_for_together_as_many_as_there_are_slots(monkeypatch
 class Mixed(fed.FedAvg):
     """States that hold other things after other rounds: the clients of a group are then not alike."""
 
-    def finish_client(self, server, client, results, round):
+    def finish(self, server, client, results, round):
         self.records.append((sorted(client), len(results.client_ids)))
         old_states = {name: t.clone() for name, t in client.items()} | {f"round {round.index}": results.delta}
         return old_states, fed.Upload(mean={"delta": results.delta})
@@ -92,37 +92,39 @@ def test_clients_of_a_group_whose_states_are_not_alike_are_closed_apart():
 def test_some_of_a_group_have_memory_of_their_own():
     start, mu = torch.arange(6.0).view(2, 3), torch.ones(2, 3)
     options = [{0: None}, {}]
-    results = ClientResults([4, 7], start, [2, 3], [2, 3], torch.tensor([0.5, 1.5]), [8, 9], dual=mu, snapshots=options)
+    results = ClientResults(
+        [4, 7], start, [2, 3], [2, 3], torch.tensor([0.5, 1.5]), [8, 9], outputs={"mu": mu}, snapshots=options
+    )
     second = results.take([1])
     assert torch.equal(results.column([1.0, -2.0]), torch.tensor([[1.0], [-2.0]]))
     assert results.column([0, 1]).dtype == FLOAT
     start.zero_(), mu.zero_(), results.losses.zero_()
-    assert second.delta.tolist() == [[3, 4, 5]] and second.dual.tolist() == [[1, 1, 1]]
+    assert second.delta.tolist() == [[3, 4, 5]] and second.outputs["mu"].tolist() == [[1, 1, 1]]
     assert (second.client_ids, second.num_steps, second.num_samples, second.snapshots) == ([7], [3], [9], [{}])
-    assert second.losses.tolist() == [1.5] and second.gradient is None
+    assert second.losses.tolist() == [1.5] and second.buffers is None
 
 
-# --- constants that clients share ---
+# --- steps that clients share ---
 
 
 class Counted(fed.FedAvg):
     calls: list[int]
 
-    def local_update(self, server, client, round):
+    def local_step(self, server, client, round):
         self.calls.append(round.index)
-        return super().local_update(server, client, round)
+        return super().local_step(server, client, round)
 
 
 class CountedStates(fed.SCAFFOLD):
     calls: list[tuple[int, bool]]
 
-    def local_update(self, server, client, round):
+    def local_step(self, server, client, round):
         self.calls.append((round.index, bool(client["c_i"].any())))
-        return super().local_update(server, client, round)
+        return super().local_step(server, client, round)
 
 
 @pytest.mark.parametrize(("executor", "calls"), [("sequential", len(SIZES)), ("vmap", 2)])
-def test_clients_of_one_state_share_their_constants(executor, calls):
+def test_clients_of_one_state_share_their_step(executor, calls):
     Counted.calls = []
     run(Counted(), executor=executor)
     compared_counts = [0, 0] if executor == "vmap" else []  # to compare two rows with one, in a copy

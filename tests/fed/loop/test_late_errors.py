@@ -97,12 +97,12 @@ class Raises(fed.Algorithm):
         self._look("init_client", self.first_bad_round)
         return {"k": server["w"] * 0}
 
-    def local_update(self, server, client, round):
-        self._look("local_update", round.index)
-        return fed.LocalUpdate()
+    def local_step(self, server, client, round):
+        self._look("local_step", round.index)
+        return fed.Step()
 
-    def finish_client(self, server, client, results, round):
-        self._look("finish_client", round.index)
+    def finish(self, server, client, results, round):
+        self._look("finish", round.index)
         return {"k": client["k"] + 1}, fed.Upload(mean={"delta": results.delta})
 
     def step_server(self, server, aggregate, round):
@@ -113,8 +113,8 @@ class Raises(fed.Algorithm):
 @pytest.mark.parametrize(
     ("method", "where"),
     [
-        ("init_server", "before round 1"), ("init_client", "before round 1"), ("local_update", "in round 2, client 0"),
-        ("finish_client", "in round 2, client 0"), ("step_server", "in round 2"),
+        ("init_server", "before round 1"), ("init_client", "before round 1"), ("local_step", "in round 2, client 0"),
+        ("finish", "in round 2, client 0"), ("step_server", "in round 2"),
     ],
 )  # fmt: skip
 def test_what_an_own_algorithm_raises_is_told_with_method_round_and_client(method: str, where: str) -> None:
@@ -128,8 +128,8 @@ def test_what_an_own_algorithm_raises_is_told_with_method_round_and_client(metho
 
 
 def test_of_stacked_clients_all_are_named() -> None:
-    with pytest.raises(fed.AlgorithmError, match="local_update failed in round 2, clients 1, 2, 0: Zero"):
-        start("vmap", algorithm=Raises("local_update"), slots=4)
+    with pytest.raises(fed.AlgorithmError, match="local_step failed in round 2, clients 1, 2, 0: Zero"):
+        start("vmap", algorithm=Raises("local_step"), slots=4)
 
 
 # --- states ---

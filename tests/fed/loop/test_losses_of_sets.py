@@ -18,6 +18,7 @@ from fastsam.arena import Layout
 from fastsam.fed.clients import set_loss
 from fastsam.fed.clients.batch_loss import BatchLoss, PairLoss
 from fastsam.fed.clients.loss_kind import kind_of
+from fastsam.fed.executors import task
 from fastsam.fed.loop import requirements
 from tests.helpers import oracle
 from tests.helpers.fed_refusals import refusals
@@ -303,10 +304,23 @@ def test_measures_of_many_activations_are_refused(monkeypatch: pytest.MonkeyPatc
     words = r"measures=\['sharpness'\] needs a loss .* all samples at once .* CrossEntropyLoss .*samples=1000"
     with pytest.raises(ValueError, match=words):
         run(WEIGHTED, measures=["sharpness"])
-    with pytest.raises(ValueError, match=r"MimeLite needs a loss .* of a client at once .* fed.BatchLoss\(f\)"):
-        run(WEIGHTED, algorithm=fed.MimeLite(), measures=())
     run("cross_entropy", algorithm=fed.MimeLite(), measures=["sharpness"])
     run(WEIGHTED, measures=["train"])
+
+
+@pytest.mark.parametrize("executor", ["sequential", "vmap"])
+def test_full_gradients_of_many_activations_are_refused(
+    executor: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(task, "MAX_WHOLE", 1000)
+    largest = max(len(y) for _, y in CLIENTS)
+    words = (
+        rf"MimeLite.local_step, failed: .*a gradient of all {largest} samples of a client at once .* fed.BatchLoss\(f\)"
+    )
+    with pytest.raises(ValueError, match=words):
+        run(WEIGHTED, algorithm=fed.MimeLite(), measures=(), executor=executor, run_dir=tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+    run("cross_entropy", algorithm=fed.MimeLite(), measures=(), executor=executor)
 
 
 @pytest.mark.parametrize("executor", ["sequential", "vmap"])

@@ -45,9 +45,9 @@ def test_the_servers_rate():
 
 def test_the_rate_of_the_first_round_is_what_an_algorithm_is_told():
     class Asks(fed.FedAvg):
-        def local_update(self, server, client, round):
+        def local_step(self, server, client, round):
             records.append((round.index, round.lr, round.first_lr, round.server_lr))
-            return super().local_update(server, client, round)
+            return super().local_step(server, client, round)
 
     records = []
     start_small(algorithm=Asks(), rounds=2, lr=lambda t: 0.5 - 0.1 * t, server_lr="2/round")

@@ -119,8 +119,8 @@ def test_public_names():
 class Noisy(fed.FedAvg):
     """Adds noise from torch's default generator to every upload."""
 
-    def finish_client(self, server, client, results, round):
-        state, upload = super().finish_client(server, client, results, round)
+    def finish(self, server, client, results, round):
+        state, upload = super().finish(server, client, results, round)
         noise = torch.zeros_like(results.delta)
         for view in round.layout.unflatten(noise).values():
             view.normal_()

@@ -177,12 +177,13 @@ test_refused = refusals(
     (lambda: run(Cosine(normalise), executor="vmap", run_dir="run"),
      "executor 'vmap' cannot serve here: a forward pass writes trained parameters in place"),
     *((lambda algorithm=algorithm: run(Cosine(normalise), algorithm, run_dir="run"),
-       rf"the parameter 'head.weight', .* needs local steps .*, but {type(algorithm).__name__} {lack}.* or FedSAM")
-      for algorithm, lack in (
-          (fed.FedLESAM(), "has passes at perturbed weights"), (fed.FedWMSAM(), "has passes at perturbed weights"),
-          (fed.MimeLite(), "has .* before the first step"), (fed.Ditto(), "has phases or models of its own"))),
+       rf"the step of {type(algorithm).__name__}.local_step, failed: a forward pass writes trained .*FedSAM, say$")
+      for algorithm in (fed.FedLESAM(), fed.FedWMSAM(), fed.MimeLite(), fed.FedSCAM())),
+    (lambda: run(Cosine(normalise), fed.Ditto(), run_dir="run"),
+     "the parameter 'head.weight', .* needs local steps .*, but Ditto has phases or models of its own.* or FedSAM"),
     (lambda: run(Cosine(normalise), fed.FedLESAM(initial_perturbation="none")),  # a plain first round
-     "writes trained parameters in place, which this round's local update would lose"),
+     "client 0 failed in round 2, local step 0: .* writes trained parameters in place, and the step has passes at "
+     "perturbed weights first", fed.ClientError),
 )  # fmt: skip
 
 

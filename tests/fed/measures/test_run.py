@@ -135,7 +135,7 @@ def test_the_variance_within_clients_is_over_batches_and_clients():
 class Spoiled(fed.FedAvg):
     """FedAvg whose client 1 sends NaN."""
 
-    def finish_client(self, server, client, results, round):
+    def finish(self, server, client, results, round):
         is_bad = torch.tensor([i == 1 for i in results.client_ids])[:, None]
         return client, fed.Upload({"delta": torch.where(is_bad, torch.nan, results.delta)})
 

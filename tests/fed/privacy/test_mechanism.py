@@ -68,28 +68,31 @@ def test_no_client_moves_the_sum_by_more_than_the_clip(clip: float, noise: float
 
 
 class Gradients(fed.MimeLite):
-    """MimeLite that stores the norms of the clients' vectors, by executor."""
+    """MimeLite that stores the clients' vectors, by name."""
 
-    norms: dict[str, list[float]]
+    rows: dict[str, list[torch.Tensor]]
 
-    def finish_client(self, server: Any, client: Any, results: Any, round: Any) -> Any:
-        state, upload = super().finish_client(server, client, results, round)
+    def finish(self, server: Any, client: Any, results: Any, round: Any) -> Any:
+        state, upload = super().finish(server, client, results, round)
         for name, rows in upload.mean.items():
-            type(self).norms.setdefault(name, []).extend(torch.linalg.vector_norm(rows, dim=1).tolist())
+            type(self).rows.setdefault(name, []).extend(rows)
         return state, upload
 
 
+@pytest.mark.parametrize("local", [None, "bias"])
 @pytest.mark.parametrize("executor", ["sequential", "vmap"])
-def test_the_clip_bounds_the_full_gradient_that_mimelite_sends(executor: str) -> None:
+def test_the_clip_bounds_the_full_gradient_that_mimelite_sends(executor: str, local: str | None) -> None:
     g = torch.Generator().manual_seed(1)
     data = [(10.0**i * torch.randn(6, 9, generator=g), torch.randint(0, 3, (6,), generator=g)) for i in range(-3, 3)]
     norms = []
     for clip in (None, 0.5):
-        Gradients.norms = {}
+        Gradients.rows = {}
         torch.manual_seed(0)
         options: dict[str, Any] = {"rounds": 1, "participation": 1.0, "lr": 0.3, "executor": executor}
-        fed.run(nn.Linear(9, 3), data, Gradients(), privacy=fed.Privacy(clip=clip), **options)
-        norms.append(Gradients.norms)
+        privacy = fed.Privacy(clip=clip)
+        fed.run(nn.Linear(9, 3), data, Gradients(), privacy=privacy, local_parameters=local, **options)
+        sent = {name: rows[: len(data)] for name, rows in Gradients.rows.items()}  # later rows compare clients
+        norms.append({name: [float(row.norm()) for row in rows] for name, rows in sent.items()})
     for name in ("delta", "G"):
         pairs = list(zip(norms[0][name], norms[1][name], strict=True))
         assert any(free > 1 for free, _ in pairs) and any(free < 0.5 for free, _ in pairs)

@@ -99,9 +99,9 @@ def test_the_algorithm_does_not_learn_how_many_came() -> None:
     class Counted(fed.FedAvg):
         sizes: ClassVar[set[int]] = set()
 
-        def local_update(self, server: Any, client: Any, round: Any) -> Any:
+        def local_step(self, server: Any, client: Any, round: Any) -> Any:
             self.sizes.add(round.cohort_size)
-            return super().local_update(server, client, round)
+            return super().local_step(server, client, round)
 
         def step_server(self, server: Any, aggregate: Any, round: Any) -> Any:
             self.sizes.update((round.cohort_size, aggregate.num_clients))

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from fastsam import fed
 from fastsam.fed.stages.clip import Clip
-from fastsam.fed.update.local_update import ClientResults
+from fastsam.fed.update.results import ClientResults
 from tests.helpers.fed_runs import same_bits
 
 EXECUTORS = ("sequential", "vmap")

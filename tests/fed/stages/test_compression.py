@@ -69,12 +69,12 @@ def test_a_delta_that_is_also_sent_whole_counts() -> None:
 class Renamed(fed.FedAvg):
     """FedAvg with another name of its upload."""
 
-    def finish_client(self, server: Any, client: Any, results: Any, round: Any) -> Any:
+    def finish(self, server: Any, client: Any, results: Any, round: Any) -> Any:
         return client, fed.Upload(mean={"change": results.delta})
 
 
 def test_clients_that_send_no_delta_are_refused_by_name() -> None:
-    with pytest.raises(ValueError, match="needs clients that send their delta, but finish_client of Renamed"):
+    with pytest.raises(ValueError, match="needs clients that send their delta, but finish of Renamed"):
         run(algorithm=Renamed())
 
 

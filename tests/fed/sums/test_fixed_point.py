@@ -132,7 +132,7 @@ class Weighed(fed.FedAvg):
     sends_weights: ClassVar[bool] = True
     scale: float = 1.0
 
-    def finish_client(self, server, client, results, round):
+    def finish(self, server, client, results, round):
         weight = [self.scale * n for n in results.num_samples]
         return client, fed.Upload({"delta": results.delta}, weight=weight)
 
@@ -141,7 +141,7 @@ def make_weighing(result, sends_weights=True):
     """FedAvg whose clients send `made(ends)`."""
 
     class Sent(fed.FedAvg):
-        def finish_client(self, server, client, results, round):
+        def finish(self, server, client, results, round):
             return client, fed.Upload({"delta": results.delta}, weight=result(results))
 
     Sent.sends_weights = sends_weights

@@ -15,7 +15,7 @@ from torch import nn
 from fastsam import fed
 from fastsam.arena import Arena, Layout
 from fastsam.fed import models
-from fastsam.fed.executors.gradient_passes import Passes
+from fastsam.fed.executors.gradient_passes import ModelPasses
 from fastsam.fed.rundir.checkpoint import RunDirectoryError
 from fastsam.fed.update import memory_format
 from fastsam.fed.update.model_copy import Replica, trainable
@@ -142,7 +142,7 @@ def test_gradients_lie_in_the_order_of_the_flat_row(dtype):
     layout = Layout.from_tensors(trainable(model))
     replica = Replica(model, layout, Arena(layout).field("w", dtype)[0])
     x, y = clients(dtype)[3]
-    _, gradients = Passes(replica, layout, F.cross_entropy).run(x, y)
+    _, gradients = ModelPasses(replica, layout, F.cross_entropy).run(x, y)
     row = layout.gather(gradients.tensors, torch.zeros(layout.row_size, dtype=dtype))
     for g, segment in zip(gradients.tensors, layout.segments, strict=True):
         in_memory = g.as_strided((segment.length,), (1,))

@@ -136,10 +136,10 @@ def test_a_measure_sees_vectors_as_torch_makes_them_and_the_model(format, execut
 class Noisy(fed.Algorithm):
     """An algorithm that changes one filter of one parameter, selected by name."""
 
-    def local_update(self, server, client, round):
+    def local_step(self, server, client, round):
         q = torch.zeros_like(server["w"])
         round.layout.unflatten(q)["conv.weight"][2] = 1.0
-        return fed.LocalUpdate(perturbed_weight=0.0, gradient_offset=q)
+        return fed.Step(a=0.0, q=q)
 
 
 @pytest.mark.parametrize("format", ["auto", "preserve"])
@@ -155,9 +155,9 @@ def test_an_algorithm_reaches_a_parameter_by_name(format):
 
 @dataclass(frozen=True)
 class Writing(fed.Algorithm):
-    def local_update(self, server, client, round):
+    def local_step(self, server, client, round):
         round.layout.unflatten(server["w"])["out.bias"].zero_()
-        return fed.LocalUpdate()
+        return fed.Step()
 
 
 def test_views_of_the_servers_row_are_watched_too():

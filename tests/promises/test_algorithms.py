@@ -10,7 +10,10 @@ from hypothesis import strategies as st
 
 from fastsam import fed
 from tests.helpers import oracle
-from tests.helpers.fed_cases import (
+from tests.helpers.mutants.apply import replace_source
+from tests.helpers.mutants.privacy import MUTANTS as PRIVACY
+from tests.helpers.mutants.table import MUTANTS, PERSONAL
+from tests.promises.cases import (
     ACTIVE,
     METHODS,
     OPTIONS,
@@ -21,9 +24,6 @@ from tests.helpers.fed_cases import (
     run_oracle,
     run_replayed,
 )
-from tests.helpers.mutants.apply import replace_source
-from tests.helpers.mutants.privacy import MUTANTS as PRIVACY
-from tests.helpers.mutants.table import MUTANTS, PERSONAL
 
 # In the normal suite each algorithm meets one of these, and its further options one of them. Fifty steps a round: two
 # algorithms.

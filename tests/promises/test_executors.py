@@ -13,9 +13,9 @@ import pytest
 from fastsam import fed
 from fastsam.fed import executors
 from fastsam.fed.algorithms.base import has_loop
-from tests.helpers import fed_cases as cases
 from tests.helpers import oracle
 from tests.helpers.fed_runs import FIRST, FLOAT, SIZES, Drops, digest, norm_model, run
+from tests.promises import cases
 
 NORMED = {"model": norm_model, "sizes": (8, 16, 8, 12), "batch_size": 4}
 NOISE = {"privacy": {"clip": 0.5, "noise_multiplier": 1.0, "accountant": None}, "momentum": 0.0}
@@ -56,7 +56,7 @@ OPTIONS = {
     "active teacher": (cases.make_algorithm("fedntd"), {"clip_norm": 0.05, "momentum": 0.5}),
 }
 CASES = ALGORITHMS | OPTIONS
-NOT_STACKED = ("averaged buffers", "local buffers", "active teacher", *(name for name in OPTIONS if "dropout" in name))
+NOT_STACKED = ("averaged buffers", "local buffers", *(name for name in OPTIONS if "dropout" in name))
 STACKED = ["vmap"]
 EXACT = [name for name in executors.registry if name not in ("sequential", *STACKED)]
 
