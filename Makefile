@@ -105,7 +105,7 @@ test: $(READY) ## the tests, with each skip and its reason. WORKERS=0 in one pro
 # tests compute with kernels, and those that show what users then read. The rest is alike with and without kernels, or
 # compiles and installs by itself.
 PLAIN := build/plain
-PLAIN_TESTS := tests/optim tests/ops tests/fed tests/lab tests/test_docs.py
+PLAIN_TESTS := tests/optim tests/ops tests/fed tests/promises tests/lab tests/test_docs.py
 WITHOUT_KERNELS = env -u FASTSAM_JIT PYTHONPATH="$(abspath $(PLAIN))$${PYTHONPATH:+:$$PYTHONPATH}"
 
 test-plain: $(READY) ## the tests of an install without compiled kernels, which runs on torch's functions
@@ -118,9 +118,10 @@ test-plain: $(READY) ## the tests of an install without compiled kernels, which 
 # glibc looks at the heap at every call, and fresh memory is never zero by chance. Without the library MALLOC_CHECK_
 # does nothing: better no run.
 MALLOC := MALLOC_CHECK_=3 MALLOC_PERTURB_=165 LD_PRELOAD=libc_malloc_debug.so.0
-TRAINING := tests/fed/update tests/fed/executors/test_exact.py tests/fed/executors/test_vmap.py \
+TRAINING := tests/promises/test_steps.py tests/fed/update tests/fed/executors/test_exact.py \
+  tests/fed/executors/test_vmap.py \
   tests/fed/executors/test_slots.py tests/fed/data/test_config.py tests/fed/data/test_models.py
-OURS := tests/ops tests/optim tests/fed/executors tests/fed/sums
+OURS := tests/ops tests/optim tests/promises tests/fed/executors tests/fed/sums
 # Of the processor; the last one of each is what `make test` runs with.
 has = $(shell grep -qwm1 $(1) /proc/cpuinfo && echo $(2))
 OUR_SETS = baseline $(call has,avx2,avx2) $(call has,avx512bw,avx512)

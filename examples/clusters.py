@@ -47,7 +47,7 @@ class IFCA(Algorithm):
             client.step(x, y)
         return {"cluster": cluster}
 
-    def finish_client(self, server: State, client: State, results: ClientResults, round: Round) -> tuple[State, Upload]:
+    def finish(self, server: State, client: State, results: ClientResults, round: Round) -> tuple[State, Upload]:
         cluster = results.extra["cluster"]  # [n, 1]
         mean = {f"delta{j}": results.delta * (cluster == j) for j in range(self.clusters)}
         return {"cluster": cluster}, Upload(mean=mean)

@@ -74,10 +74,10 @@ class FedExLoRA(fed.Algorithm):
     def uses_server_lr(self) -> bool:
         return False
 
-    def local_update(self, server: fed.State, client: fed.State, round: fed.Round) -> fed.LocalUpdate:
-        return fed.LocalUpdate(fed.Direction.GRADIENT, rho=self.rho) if self.rho else fed.LocalUpdate()
+    def local_step(self, server: fed.State, client: fed.State, round: fed.Round) -> fed.Step:
+        return fed.SAM(rho=self.rho) if self.rho else fed.Step()
 
-    def finish_client(
+    def finish(
         self, server: fed.State, client: fed.State, results: fed.ClientResults, round: fed.Round
     ) -> tuple[fed.State, fed.Upload]:
         delta = results.delta.clone()

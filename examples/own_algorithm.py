@@ -15,13 +15,12 @@ Run it here, like a built-in one, or next to built-in ones:
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from fastsam import fed
-from fastsam.fed import Aggregate, Algorithm, Direction, LocalUpdate, Round, State, apply_update, models
+from fastsam.fed import SAM, Aggregate, Algorithm, Round, State, Step, apply_update, models
 
 
 @dataclass(frozen=True)
@@ -33,8 +32,6 @@ class FedAvgM(Algorithm):
         rho: radius of the perturbation; 0 for no perturbation.
     """
 
-    server_vectors: ClassVar[float] = 2  # w and m, for reports
-
     beta: float = 0.9
     rho: float = 0.0
 
@@ -45,8 +42,8 @@ class FedAvgM(Algorithm):
     def init_server(self, w0: Tensor) -> State:
         return {"w": w0, "m": torch.zeros_like(w0)}
 
-    def local_update(self, server: State, client: State, round: Round) -> LocalUpdate:
-        return LocalUpdate(Direction.GRADIENT, rho=self.rho) if self.rho else LocalUpdate()
+    def local_step(self, server: State, client: State, round: Round) -> Step:
+        return SAM(rho=self.rho) if self.rho else Step()
 
     def step_server(self, server: State, aggregate: Aggregate, round: Round) -> State:
         m = self.beta * server["m"].double() + aggregate.mean("delta")

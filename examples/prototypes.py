@@ -63,7 +63,7 @@ class FedProto(Algorithm):
             hook.remove()
         return {"sums": sums, "counts": counts}
 
-    def finish_client(self, server: State, client: State, results: ClientResults, round: Round) -> tuple[State, Upload]:
+    def finish(self, server: State, client: State, results: ClientResults, round: Round) -> tuple[State, Upload]:
         upload = Upload(sum={"sums": results.extra["sums"], "counts": results.extra["counts"]})
         return {"v": client["v"] + results.delta}, upload
 

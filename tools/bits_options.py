@@ -35,11 +35,20 @@ class OwnAlgorithm(fed.Algorithm):
     def init_client(self, server: dict[str, Tensor]) -> dict[str, Tensor]:
         return {"rounds": torch.zeros(())}
 
-    def local_update(self, server: Any, client: Any, round: Any) -> fed.LocalUpdate:
-        return fed.LocalUpdate(direction=fed.Direction.GRADIENT, rho=0.1)
-
-    def finish_client(self, server: Any, client: Any, results: Any, round: Any) -> Any:
+    def finish(self, server: Any, client: Any, results: Any, round: Any) -> Any:
         return {"rounds": client["rounds"] + 1}, fed.Upload(mean={"delta": results.delta})
+
+    if hasattr(fed, "SAM"):
+
+        def local_step(self, server: Any, client: Any, round: Any) -> Any:
+            return fed.SAM(rho=0.1)
+
+    else:  # a tree from before steps
+
+        def local_update(self, server: Any, client: Any, round: Any) -> Any:
+            return fed.LocalUpdate(direction=fed.Direction.GRADIENT, rho=0.1)
+
+        finish_client = finish
 
 
 class OwnLoop(fed.Algorithm):

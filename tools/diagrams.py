@@ -69,10 +69,10 @@ STEP: Chain = (
 )
 ROUND: Chain = (
     ("sample the cohort", "sampler, available", False),
-    ("constants of the step", "Algorithm.local_update", True),
+    ("step of the clients", "Algorithm.local_step", True),
     ("train the clients", "executor: batches,\ngradients, update", False),
     ("stages", "clip, noise, compression,\nrobust rule", False),
-    ("states and uploads", "Algorithm.finish_client", True),
+    ("states and uploads", "Algorithm.finish", True),
     ("exact sums", "over clients and processes", False),
     ("step of the server", "Algorithm.step_server", True),
     ("evaluate and record", "measures, callbacks,\ncheckpoint", False),
