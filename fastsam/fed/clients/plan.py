@@ -273,7 +273,7 @@ def plan(
 def batches_at_once(samples: int, tensors: Tensors) -> int:
     """Return how many batches of so many samples are gathered at once: `BLOCK`, or as many as `MAX_GATHERED` bytes hold
     where that leaves the beginning of each batch as far from a multiple of the alignment as in a block."""
-    sizes = [samples * t[0].numel() * t.element_size() for t in tensors]
+    sizes = [samples * (t.numel() // t.shape[0]) * t.itemsize for t in tensors]
     if sum(sizes) * BLOCK <= MAX_GATHERED:
         return BLOCK
     is_aligned = all(size % _ALIGNMENT == 0 for t, size in zip(tensors, sizes, strict=True) if t.is_floating_point())

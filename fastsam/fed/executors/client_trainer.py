@@ -91,7 +91,7 @@ class ClientTrainer:
         self.teachers = Teachers(setup)
         self.second_model: SecondModel | None = None
         self.limit, self.backward_passes = limit, 0
-        self._batch: tuple[Any, Any] | None = None  # the batch of a step, None in `begin`
+        self._batch: tuple[Any, Any] | None = None  # the batch of a step, None before and after it
         self._is_first_pass, self._has_rate = True, False
         self._changes_model = setup.writes_parameters or bool(self.replica.buffers)
         self._num_samples: int | None = None
@@ -142,7 +142,7 @@ class ClientTrainer:
             losses = take_step(step, rows, self, [(0, self.snapshots, k)])
         else:
             losses = step(rows, self)
-        self.k = k + 1
+        self.k, self._batch = k + 1, None  # the memory of the batch can be used again
         return losses
 
     def add_loss(self, losses: Tensor, size: int) -> None:
