@@ -15,7 +15,7 @@ class FedProx(Algorithm):
 
         w <- w - lr * (g + phi*(w - w^t) + weight_decay*w);    the server's step is FedAvg's
 
-    `phi*w - phi*w^t` are two fields of LocalUpdate, whose sum the update kernel (`csrc/kernel_math.h`) adds to g.
+    `phi*w - phi*w^t` are two fields of `Step`, whose sum the update kernel (`csrc/kernel_math.h`) adds to g.
 
     Per round and client 1 P down and 1 P up; state: w. One backward pass a step.
 

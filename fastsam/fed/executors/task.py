@@ -19,7 +19,7 @@ from fastsam.fed.clients.plan import SampleOptions, Work
 from fastsam.fed.clients.population import Loss, Population
 from fastsam.fed.clients.set_loss import REMEDY, UNKNOWN
 from fastsam.fed.common import seeds
-from fastsam.fed.update.local_rule import LocalRule, optimizer_rule, sgd_rule
+from fastsam.fed.update.rules import LocalRule, optimizer_rule, sgd_rule
 from fastsam.fed.update.steps import Step
 
 

@@ -16,7 +16,7 @@ from fastsam.fed.clients.loss_kind import LossKind
 from fastsam.fed.clients.set_loss import LIMIT, REMEDY, UNKNOWN
 from fastsam.fed.measures.options import OF_GRADIENTS
 from fastsam.fed.stages.noise import sampler_choices
-from fastsam.fed.update.local_rule import STEP, optimizer_rule, sgd_rule
+from fastsam.fed.update.rules import STEP, optimizer_rule, sgd_rule
 from fastsam.fed.update.steps import Shifted
 
 ACCOUNTED = ("bernoulli", "fixed", "shuffled")  # samplers whose law dp-accounting knows

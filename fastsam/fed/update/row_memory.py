@@ -12,7 +12,7 @@ from torch import Tensor
 from fastsam import ops
 from fastsam.arena import Arena, Layout
 from fastsam.fed.common.transfer import to_device
-from fastsam.fed.update.local_rule import LocalRule, sgd_rule
+from fastsam.fed.update.rules import LocalRule, sgd_rule
 from fastsam_kernels.hparams import NUM_HPARAMS, HParam
 
 NU = 1e-7  # added to the norm of a direction; the papers add nothing, their simulators this

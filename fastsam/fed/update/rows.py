@@ -18,8 +18,8 @@ from torch import Tensor
 
 from fastsam.fed.common.transfer import to_device
 from fastsam.fed.update.gradients import Gradients
-from fastsam.fed.update.local_rule import STEP
 from fastsam.fed.update.row_memory import KeyFacts, RowMemory, RunFacts, StepFacts
+from fastsam.fed.update.rules import STEP
 from fastsam_kernels.hparams import HParam
 
 
