@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import copy
 import logging
-import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import fields, is_dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import is_dataclass
 from typing import Any
 
 import torch
@@ -226,31 +225,23 @@ def _check_rows(algorithm: Any, method: str, joint: Any, single_calls: Sequence[
                 )
 
 
-def _parts(value: Any, place: int, n: int) -> Iterator[Tensor | float]:
-    """Yield the tensors and numbers in `value` that belong to the client at `place` of n."""
+def _parts(value: Any, place: int, n: int) -> list[Tensor]:
+    """Return the tensors and numbers in `value` that belong to the client at `place` of n."""
     if isinstance(value, Tensor):
-        yield value[place] if value.dim() > 0 and len(value) == n else value
-    elif isinstance(value, (int, float)):
-        yield value
-    elif isinstance(value, Mapping):
-        for name in sorted(value):
-            yield from _parts(value[name], place, n)
-    elif is_dataclass(value):
-        for field in fields(value):
-            yield from _parts(getattr(value, field.name), place, n)
-    elif isinstance(value, (tuple, list)):
-        own = [value[place]] if isinstance(value, list) and len(value) == n else value  # a weight for each client
-        for part in own:
-            yield from _parts(part, place, n)
+        return [value[place] if value.dim() > 0 and len(value) == n else value]
+    if isinstance(value, (int, float)):
+        return [torch.tensor(float(value), dtype=torch.float64)]
+    if isinstance(value, list) and len(value) == n:  # a weight for each client
+        value = value[place : place + 1]
+    inner = vars(value) if is_dataclass(value) else value
+    values = [x for _, x in sorted(inner.items())] if isinstance(inner, Mapping) else inner
+    return [t for x in values for t in _parts(x, place, n)] if isinstance(values, (list, tuple)) else []
 
 
-def _differs(a: Tensor | float, b: Tensor | float) -> bool:
+def _differs(a: Tensor, b: Tensor) -> bool:
     """Return whether a and b differ by more than rounding; NaN equals NaN."""
-    if not isinstance(a, Tensor) or not isinstance(b, Tensor):
-        return not isinstance(a, Tensor) and not isinstance(b, Tensor) and not math.isclose(a, b, rel_tol=1e-4)
     if a.numel() != b.numel() or not a.is_floating_point():
         return False
-    a, b = a.flatten(), b.flatten()
+    a, b, eps = a.flatten().double(), b.flatten().double(), torch.finfo(a.dtype).eps
     finite = a.isfinite() & b.isfinite()
-    difference = torch.where(finite, a - b, 0).double().norm()
-    return bool(difference > torch.finfo(a.dtype).eps ** 0.5 * torch.where(finite, a, 0).double().norm())
+    return bool(torch.where(finite, a - b, 0).norm() > eps**0.5 * torch.where(finite, a, 0).norm())
