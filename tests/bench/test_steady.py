@@ -12,8 +12,9 @@ from bench import record as records
 from bench.fed import on_gpu, steady
 from bench.fed.steady import Enough, SteadyRounds
 from bench.fed.workload import Workload
-from fastsam.fed.executors import epoch_graphs, streams
+from fastsam.fed.executors import streams
 from tests.helpers.fake_cuda import FakeCuda
+from tests.helpers.fake_devices import install_step_graphs
 
 pytestmark = pytest.mark.of_each_kind
 
@@ -53,10 +54,10 @@ def test_a_row_says_so_if_time_is_over() -> None:
 
 @pytest.fixture
 def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Executors for GPUs and captured epochs run on a stand-in for CUDA."""
+    """Executors for GPUs and captured steps run on a stand-in for CUDA."""
     monkeypatch.setattr(streams, "Cuda", FakeCuda)
     monkeypatch.setattr(streams, "why_not", lambda setup: None)
-    monkeypatch.setattr(epoch_graphs, "epoch_graphs_of", lambda setup: epoch_graphs.EpochGraphs(FakeCuda(setup.device)))
+    install_step_graphs(monkeypatch)
     monkeypatch.setattr(steady, "Cuda", FakeCuda)
 
 
@@ -111,7 +112,7 @@ def test_a_compilation_is_noticed() -> None:
         assert before < compiled == number()
 
 
-def test_published_rounds_of_captured_epochs_are_steady() -> None:
+def test_published_rounds_of_captured_steps_are_steady() -> None:
     """Convolutions under `vmap` capture in their third round, so their rows have the times that show a steady run."""
     record = records.read(records.RESULTS / "federated-cuda.json")
     rows = [row for case in record["cases"] if case["title"].startswith("CNN") for row in case["rows"]]

@@ -22,7 +22,7 @@ def test_a_changed_tree_differs_only_in_changed_cases(tmp_path: Path, capsys: py
     first, second = bits.Worker(ROOT, tmp_path / "here"), bits.Worker(tree, tmp_path / "there")
     assert bits.compare_bits(first, second, ["FedAvg"]) > 0
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("FedAvgM, ")]
-    assert lines == [f"FedAvgM, {name}" for name in (*bits_fed.EXECUTORS, "captured epochs")]
+    assert lines == [f"FedAvgM, {name}" for name in (*bits_fed.EXECUTORS, "captured stacks")]
     assert bits.compare_bits(first, second, ["FedSAM, "]) == 0
     assert bits.compare_bits(first, second, ["two ranks: SCAFFOLD"]) == 0
     for worker in (first, second):
@@ -73,7 +73,7 @@ def test_an_outcome_has_every_tensor_and_every_key_of_the_records() -> None:
 
 
 def test_captures_and_replays_are_counted() -> None:
-    for name in ("FedSMOO, graph", "FedSMOO, captured epochs"):
+    for name in ("FedSMOO, graph", "FedSMOO, captured stacks"):
         outcome = CASES[name]()
         assert int(outcome["replays"]) > int(outcome["captures"]) > 0
 

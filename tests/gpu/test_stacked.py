@@ -22,20 +22,18 @@ Samples = tuple[Tensor, Tensor]
 
 
 def test_no_step_of_stacked_clients_waits_for_the_device(monkeypatch: MonkeyPatch) -> None:
-    """Ragged clients, whose rows are gathered and put back; from the second round on, when every shape has been
-    recorded and compared."""
+    """Ragged clients, whose rows are gathered and put back; from the third round on, when every step is captured."""
     original, rounds = Vmap._tick, [0]
 
-    def tick(self: Vmap, blocks: list) -> None:
+    def tick(self: Vmap, clients: list) -> None:
         if rounds[0] < 2:
-            original(self, blocks)
+            original(self, clients)
             return
         with Cuda(torch.device(DEVICE)).no_wait():
-            original(self, blocks)
+            original(self, clients)
 
     monkeypatch.setattr(Vmap, "_tick", tick)
-    # in the third step the first and the last have whole batches
-    clients = oracle.ragged_clients(torch.float32, (15, 12, 9))
+    clients = oracle.ragged_clients(torch.float32, (15, 12, 10))  # in the third step only the second has no whole batch
     fed.run(
         oracle.smooth_model(torch.float32), clients, fed.FedSAM(), rounds=4, batch_size=5, participation=1.0,
         device=DEVICE,

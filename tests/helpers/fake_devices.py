@@ -1,10 +1,10 @@
-"""Executors on the stand-in for CUDA: of lanes, and of stacked clients whose epochs are captured."""
+"""Executors on the stand-in for CUDA: of lanes, and of stacked clients whose steps are captured."""
 
 from typing import Any
 
 import pytest
 
-from fastsam.fed.executors import capture_trial, epoch_graphs, randomness, streams
+from fastsam.fed.executors import capture_trial, randomness, step_graphs, streams
 from tests.helpers.fake_cuda import FakeCuda
 from tests.helpers.places import ROOT
 
@@ -18,7 +18,7 @@ def install(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(capture_trial, "_PACKAGES", (*capture_trial._PACKAGES, str(ROOT / "tests" / "helpers")))
 
 
-def install_epochs(patch: pytest.MonkeyPatch) -> None:
-    """Let stacked clients capture their epochs on the stand-in, in `FakeCuda.graphs`."""
+def install_step_graphs(patch: pytest.MonkeyPatch) -> None:
+    """Let stacked clients capture their steps on the stand-in, in `FakeCuda.graphs`."""
     cuda: Any = FakeCuda
-    patch.setattr(epoch_graphs, "epoch_graphs_of", lambda setup: epoch_graphs.EpochGraphs(cuda(setup.device)))
+    patch.setattr(step_graphs, "step_graphs_of", lambda setup, slots: step_graphs.StepGraphs(cuda(setup.device), slots))

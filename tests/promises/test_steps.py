@@ -15,7 +15,7 @@ from fastsam.fed.algorithms.fedswa import Falling
 from fastsam.fed.update.rows import Rows
 from tests.helpers import oracle
 from tests.helpers.fake_cuda import FakeCuda, Watch
-from tests.helpers.fake_devices import install_epochs
+from tests.helpers.fake_devices import install_step_graphs
 from tests.helpers.fed_runs import FLOAT, digest, norm_model, run, untimed_records
 from tests.helpers.fed_seam import Constants
 from tests.helpers.fed_watch import Watched
@@ -26,8 +26,8 @@ STEPPING = [name for name, algorithm in ALGORITHMS.items() if not has_loop(algor
 SHIFTED = ("fedlesam", "fedlesam-d", "fedlesam-s")
 # Numbers of forms of algorithms whose first round has a different step.
 FORMS = {"fedgf": 2, "fedlesam-none": 2}
-# Algorithms whose epochs `vmap` does not capture: changing rates, objectives, and pooled samples.
-STEP_BY_STEP = ("fedswa", "fedmoswa", "fedgmt", "fedntd", "fedsol", "centralised-sgd", "centralised-sam")
+# Algorithms whose steps `vmap` does not capture: objectives, and pooled samples.
+STEP_BY_STEP = ("fedgmt", "fedntd", "fedsol", "centralised-sgd", "centralised-sam")
 
 
 def train(algorithm: Any, executor: str = "sequential", slots: int | None = None, **options: Any) -> fed.Result:
@@ -154,10 +154,10 @@ def test_replayed_steps_have_the_numbers_of_their_round(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", REPLAYED)
-def test_replayed_epochs_have_the_numbers_of_their_round(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    options: dict[str, Any] = {"rounds": 3, "backend": "reference", "sizes": EVEN[:2]}
+def test_replayed_stacked_steps_have_the_numbers_of_their_round(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    options: dict[str, Any] = {"rounds": 4, "backend": "reference", "sizes": EVEN[:2]}
     plain = digest(train(ALGORITHMS[name], "vmap", 2, **options))
-    install_epochs(monkeypatch)
+    install_step_graphs(monkeypatch)
     with Watch():
         assert digest(train(ALGORITHMS[name], "vmap", 2, **options)) == plain
     assert (sum(graph.replays for graph in FakeCuda.graphs) >= 2) is (name not in STEP_BY_STEP)

@@ -280,28 +280,19 @@ def batches_at_once(samples: int, tensors: Tensors) -> int:
     return max(1, MAX_GATHERED // sum(sizes)) if is_aligned else BLOCK
 
 
-def orders_of(works: Sequence[Work], epoch: int) -> Tensor:
-    """Return the orders of works with equal numbers of samples in an epoch, int64 `[works, samples]` (`Work.order`)."""
-    orders, place, n = works[0].orders, works[0].place, len(works)
-    if not _are_neighbours(works) or epoch >= orders.epochs[place]:
-        return torch.stack([work.order(epoch) for work in works])
-    indices = orders.draw()[orders.begins[place] : orders.begins[place + n]]
-    return indices.view(n, orders.epochs[place], orders.kept[place])[:, epoch]
-
-
-def indices_of(works: Sequence[Work], epochs: Sequence[range]) -> Tensor:
-    """Return the indices of the samples of works in some of their epochs, int64 `[.]`, one work after the other."""
-    orders, place = works[0].orders, works[0].place
-    if _are_neighbours(works) and tuple(map(len, epochs)) == orders.epochs[place : place + len(works)]:
-        return orders.draw()[orders.begins[place] : orders.begins[place + len(works)]]
-    return torch.cat([work.order(epoch) for work, one in zip(works, epochs, strict=True) for epoch in one])
-
-
-def _are_neighbours(works: Sequence[Work]) -> bool:
-    """Return True for works that were planned together, one after the other."""
-    orders, place = works[0].orders, works[0].place
-    places = [work.place for work in works if work.orders is orders]
-    return places == list(range(place, place + len(works)))
+def places_of(works: Sequence[Work], offsets: Sequence[int]) -> tuple[Tensor, list[int]]:
+    """Return indices of samples, int64 `[.]` on the host (see `Orders.indices`), and the place among them of the sample
+    of each work that comes after `offset` samples of its round."""
+    parts, begins, length = dict[int, tuple[int, Tensor]](), list[int](), 0
+    for work, offset in zip(works, offsets, strict=True):
+        orders = work.orders
+        part = parts.get(id(orders))
+        if part is None:
+            part = parts[id(orders)] = length, orders.draw()
+            length += len(part[1])
+        begins.append(part[0] + orders.begins[work.place] + offset)
+    indices = [one for _, one in parts.values()]
+    return indices[0] if len(indices) == 1 else torch.cat(indices), begins
 
 
 def first_index(clients: Clients, client: int) -> int:

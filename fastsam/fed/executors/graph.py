@@ -19,12 +19,12 @@ from torch import Tensor
 from fastsam.fed.executors import streams
 from fastsam.fed.executors.base import ClientOutcome, refusal
 from fastsam.fed.executors.capture_trial import why_not_captured
-from fastsam.fed.executors.client_block import runs
 from fastsam.fed.executors.cuda import tensors
 from fastsam.fed.executors.graph_lanes import CapturableTrainer, Chunk, GraphLane, cut
 from fastsam.fed.executors.lane_rows import LaneRows
 from fastsam.fed.executors.memory_errors import name_slots
 from fastsam.fed.executors.randomness import LaneRandomness
+from fastsam.fed.executors.stacked_client import runs
 from fastsam.fed.executors.streams import LaneExecutor
 from fastsam.fed.executors.task import Setup, Task, sort_of
 from fastsam.fed.update.passes import PassesOfBeginning

@@ -3,61 +3,57 @@ over the rows."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import groupby, islice
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from functools import partial
+from itertools import islice
 from operator import attrgetter
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from fastsam.fed.clients.samples import Tensors
-from fastsam.fed.executors import epoch_graphs, rowprograms, stacked
+from fastsam.fed.common.transfer import to_device
+from fastsam.fed.executors import rowprograms, stacked, step_graphs
 from fastsam.fed.executors.base import ClientError, ClientOutcome, Executor, excludes
-from fastsam.fed.executors.batch_gatherer import gather_keys
-from fastsam.fed.executors.client_block import (
-    ClientBlock,
-    Group,
-    JointBatch,
-    Schedules,
-    are_neighbours,
-    block_of,
-    client_error,
-    next_batch,
-    places_of_results,
-    results_of,
-    rows_to_keep,
-    runs,
-    slots_of,
-    tasks_of,
-)
 from fastsam.fed.executors.memory_errors import name_slots
 from fastsam.fed.executors.randomness import NoRandomness
 from fastsam.fed.executors.rowprograms.row_steps import RowSteps
 from fastsam.fed.executors.slow_calls import SlowCalls
+from fastsam.fed.executors.stacked_client import (
+    Group,
+    StackedClient,
+    are_neighbours,
+    client_error,
+    gather_samples,
+    next_indices,
+    results_of,
+    rows_to_keep,
+    runs,
+)
 from fastsam.fed.executors.stacked_steps import StackedBeginning, StackedStep
-from fastsam.fed.executors.task import Setup, Task, WeightedBatch, sort_of, step_of
+from fastsam.fed.executors.task import Setup, Task, sort_of, step_of
 from fastsam.fed.update.gradients import Gradients
 from fastsam.fed.update.model_copy import Replica
 from fastsam.fed.update.passes import Objective
 from fastsam.fed.update.results import ClientResults
 from fastsam.fed.update.rows import Rows
 from fastsam.fed.update.scratch_rows import ScratchRows
-from fastsam.fed.update.steps import Key
-from fastsam.fed.update.watched import KeptRow, take_step
+from fastsam.fed.update.watched import take_step
 
-NUMBERS = 2  # number of the changes of its bits: a run that began with other bits is not resumed
-_JOINT_NUMEL = 2**18  # largest number of elements of all rows in a joint step
-_SHORT_ROW = 2**15  # elements of a row from which on torch's norm of one row differs from its norm of several
+NUMBERS = 3  # number of the changes of its bits: a run that began with other bits is not resumed
 _SLOT = attrgetter("slot")
+
+Result = TypeVar("Result")
 
 
 class Vmap(Executor):
-    """`slots` rows in lock step. Rows whose batches have one shape run together, a partial batch at its exact shape; a
-    finished row is refilled. Agrees with the plain executor to rounding; the same number of slots gives the same bits.
+    """`slots` rows, each of one client; a row whose client has finished gets the next one. Agrees with the plain
+    executor to rounding; the same number of slots gives the same bits.
 
-    `_tick` takes the steps. Row programs are the first choice: they take all steps of all blocks in one native call.
-    Else a captured graph runs a block's epoch. Else blocks with one shape share a recorded pass. Short rows of all
-    shapes share the rest of a step, which costs more calls than their passes.
+    `_tick` takes the steps. Row programs are the first choice: they take all steps of all clients in one native call.
+    Else the clients whose next batches have one size step together, at this exact size. Partial batches wait until no
+    client has a whole one left, so that more of them meet others of their size. On a GPU such steps are captured.
 
     Raises:
         ValueError: the model cannot be mapped; the message has the reason.
@@ -70,25 +66,17 @@ class Vmap(Executor):
         reason = stacked.why_not(setup)
         if reason is not None:
             raise ValueError(f"executor 'vmap' cannot serve here: {reason}. Use executor='auto' or 'sequential'")
-        self.setup, self.layout = setup, setup.layout
+        self.setup = setup
         self.slots = setup.options.slots or stacked.slots_of(setup)
         self.numbers = f"vmap {NUMBERS}, {self.slots} slots" + rowprograms.numbers(setup)
+        self.graphs = step_graphs.step_graphs_of(setup, self.slots)
         with name_slots(self.slots):
-            self.rows = Rows(setup, self.slots, copies=True)
+            self.rows = Rows(setup, self.slots + (self.graphs is not None), copies=True)
         self.scratch: ScratchRows | None = None
-        self.seen: dict[Key, tuple[int, bool]] = {}  # numbers of passes of steps, and whether all are the loss's own
         self.replica = Replica(setup.model, setup.layout, self.rows.z[0])
         self.passes = stacked.StackedPasses(self.replica, setup.layout, setup, SlowCalls())
         self.row_steps = RowSteps(setup, self.passes.replays, self.rows)
         self.random = NoRandomness(setup.device)
-        # A capture that fails is the end of a run.
-        self.epochs = None if setup.options.on_client_error == "exclude" else epoch_graphs.epoch_graphs_of(setup)
-        self._schedules = Schedules()
-        is_cpu, length = setup.device.type == "cpu", setup.layout.row_size
-        # Results of short rows come together if their slots get no new clients, because the sums cost a call each.
-        self.holds_results = is_cpu and length < _SHORT_ROW and not self.row_steps.exist
-        # A joint step cannot be repeated without the clients of one group.
-        self.joins = is_cpu and length * self.slots <= _JOINT_NUMEL and setup.options.on_client_error != "exclude"
         self.replica.module.train()
 
     def train(self, start: Tensor, buffers: Sequence[Tensor], tasks: Iterable[Task]) -> Iterator[ClientOutcome]:
@@ -96,295 +84,204 @@ class Vmap(Executor):
         for buffer, new in zip(self.replica.buffers, buffers, strict=True):
             buffer.copy_(new)
         self.start, self.buffers = start, buffers
-        active: list[ClientBlock] = []
-        source, free, has_tasks = iter(tasks), list(range(self.slots)), True
+        active: list[StackedClient] = []
+        source, free = iter(tasks), list(range(self.slots))
         with self.random.preserve_states():
             while True:
-                if free and has_tasks:
-                    blocks = self._open(source, free)
-                    active = sorted([*active, *blocks], key=_SLOT)
-                    free = free[sum(len(block.tasks) for block in blocks) :]
-                    has_tasks = not free
+                active = sorted([*active, *self._open(source, free)], key=_SLOT)
                 if not active:
                     return
-                self._tick([block for block in active if not block.is_finished])
-                ready = [block for block in active if block.is_finished]
-                if ready and (has_tasks or not self.holds_results or len(ready) == len(active)):
-                    active = [block for block in active if not block.is_finished]
-                    free = sorted([*free, *slots_of(ready)])
-                    yield from {id(block.error): block.error for block in ready if block.error is not None}.values()
-                    for block in ready:
-                        yield from block.failures.values()
-                    yield from self._close([block for block in ready if block.error is None])
+                self._tick([client for client in active if not client.is_finished])
+                ended = [client for client in active if client.is_finished]
+                if ended:
+                    active = [client for client in active if not client.is_finished]
+                    free = sorted([*free, *map(_SLOT, ended)])
+                    yield from {id(client.error): client.error for client in ended if client.error is not None}.values()
+                    yield from self._close([client for client in ended if client.error is None])
 
     def release(self) -> None:
         """See `Executor.release`."""
-        if self.epochs is not None:
-            self.epochs.release()
+        if self.graphs is not None:
+            self.graphs.release()
 
     # --- the beginning and the end of clients ---
 
-    def _open(self, tasks: Iterator[Task], free: Sequence[int]) -> list[ClientBlock]:
+    def _open(self, tasks: Iterator[Task], free: list[int]) -> list[StackedClient]:
         """Put tasks into the free slots, until there are no more tasks or slots."""
-        new = list(islice(tasks, len(free)))
-        result: list[ClientBlock] = []
-        sorts = {id(step): sort_of(step) for step in {id(task.step): task.step for task in new}.values()}
-        for part in runs([(free[i] - i, sorts[id(task.step)]) for i, task in enumerate(new)]):
-            group, slots = new[part], free[part]
-            blocks = [
-                block_of(group[members], slots[members.start], self._schedules)
-                for members in runs(gather_keys([task.work for task in group]))
-            ]
-            rows, passes = self._neighbours(blocks, selects=False), StackedBeginning(self, blocks)
-            step_of(group).begin(rows, self.start, group[0].lr, passes)
-            result += blocks
-        return result
+        clients = [StackedClient.of(task, slot) for task, slot in zip(islice(tasks, len(free)), free, strict=False)]
+        del free[: len(clients)]
+        sorts = {id(step): sort_of(step) for step in {id(c.task.step): c.task.step for c in clients}.values()}
+        for part in runs([(c.slot - i, sorts[id(c.task.step)]) for i, c in enumerate(clients)]):
+            group = clients[part]
+            tasks_of_group = [c.task for c in group]
+            rows = self.rows.part(group[0].slot, group[-1].slot + 1)
+            step_of(tasks_of_group).begin(rows, self.start, group[0].task.lr, StackedBeginning(self, group))
+        return clients
 
-    def _neighbours(self, blocks: Sequence[ClientBlock], selects: bool = True) -> Rows:
-        """Return neighbouring rows, ready for steps of the blocks' key."""
-        rows = self.rows.part(blocks[0].slot, blocks[-1].end)
-        if selects:
-            rows.select(blocks[0].key)
+    def gather(self, clients: Group) -> Rows:
+        """Return the clients' rows next to each other, ready for a step: the rows themselves, or copies, which
+        `_put_back` copies back."""
+        if not are_neighbours(clients):
+            scratch = self._scratch
+            return scratch.gather(scratch.index_of([c.slot for c in clients]), clients[0].key)
+        rows = self.rows.part(clients[0].slot, clients[-1].slot + 1)
+        rows.select(clients[0].key)
         return rows
 
-    def _gather(self, blocks: Sequence[ClientBlock]) -> Rows:
-        """Return the blocks' rows next to each other, ready for a step: the rows themselves, or copies, which
-        `_put_back` copies back."""
-        if are_neighbours(blocks):
-            return self._neighbours(blocks)
-        if self.scratch is None:
-            self.scratch = ScratchRows(self.rows, self.setup)
-        return self.scratch.gather(slots_of(blocks), blocks[0].key)
-
-    def _put_back(self, blocks: Sequence[ClientBlock], rows: Rows) -> None:
+    def _put_back(self, clients: Group, rows: Rows) -> None:
         """Copy the results of a step from copied rows to the rows."""
-        if self.scratch is not None and rows.memory is not self.rows.memory:
-            self.scratch.put_back(slots_of(blocks), rows)
+        if rows.memory is not self.rows.memory:
+            self._scratch.put_back(self._scratch.index_of([c.slot for c in clients]), rows)
 
-    def mean_gradients(
-        self,
-        blocks: Sequence[ClientBlock],
-        batches_of: Callable[[Task], Iterator[WeightedBatch]],
-        norms: Tensor | None = None,
-    ) -> Tensor:
-        """Return each client's mean gradient over batches before its first step, `[clients, row_size]`, in evaluation
-        mode, and add the norms of its gradients to `norms`. Batches of one shape share a pass."""
-        rows = self.rows.part(blocks[0].slot, blocks[-1].end)
-        total = torch.zeros_like(rows.z)
-        queue = [(block, block.at_start(batches_of)) for block in blocks]
-        self.replica.module.eval()
-        try:
-            while queue:
-                heads = [(block, batches, self._next(block, batches)) for block, batches in queue]
-                queue = [(block, batches) for block, batches, batch in heads if batch is not None]
-                ready = sorted(((c, b) for c, _, b in heads if b is not None), key=_shapes_of)
-                for _, group in groupby(ready, key=_shapes_of):
-                    pairs = list(group)
-                    try:
-                        self._add_gradients(pairs, total, norms, blocks[0].slot)
-                    except ClientError as error:
-                        self._leave_out([block for block, _ in pairs], error)
-                queue = [pair for pair in queue if pair[0].error is None]
-        finally:
-            self.replica.module.train()
-        return total
+    @property
+    def _scratch(self) -> ScratchRows:
+        if self.scratch is None:
+            self.scratch = ScratchRows(self.rows, self.setup, self.slots)
+        return self.scratch
 
-    def _next(self, block: ClientBlock, batches: Iterator[JointBatch]) -> JointBatch | None:
-        """Return the next batch, or None after the last one, and for a block that is excluded for its error."""
-        try:
-            return next(batches, None)
-        except ClientError as error:
-            self._leave_out([block], error)
-            return None
-
-    def _add_gradients(
-        self, pairs: list[tuple[ClientBlock, JointBatch]], total: Tensor, norms: Tensor | None, slot: int
-    ) -> None:
-        """Add the gradients of a batch of some blocks to their rows of `total`, which begins at `slot`."""
-        blocks = [block for block, _ in pairs]
-        batch = tuple(map(torch.cat, zip(*(tensors for _, (tensors, _) in pairs), strict=True)))
-        _, gradients = self._pass(blocks, self._gather(blocks), batch)
-        row = 0
-        for block, (_, shares) in pairs:
-            block.backward_passes += 1
-            for part, share in _parts(shares):
-                place = slice(block.slot - slot + part.start, block.slot - slot + part.stop)
-                if share:  # a batch without a label has no gradient
-                    own = gradients.of_rows(slice(row + part.start, row + part.stop))
-                    own.add_to(total[place], self.layout, share)
-                    if norms is not None:
-                        norms[place].add_(own.norms(part.stop - part.start)[:, None], alpha=share)
-            row += len(shares)
-
-    def _close(self, blocks: list[ClientBlock]) -> Iterator[ClientResults]:
+    def _close(self, clients: Group) -> Iterator[ClientResults]:
         """Yield the results of finished clients, in groups with the same fields. Raises ClientError if a pass has
         changed the model, which stacked clients share."""
-        if blocks and (problem := self.replica.guard.find_problem(has_fixed_buffers=True)):
-            raise self._model_error(blocks, problem)
-        groups: dict[object, list[ClientBlock]] = {}
-        for block in blocks:
-            groups.setdefault(sort_of(block.step), []).append(block)
+        if clients:
+            self._check_model(clients)
+        groups: dict[object, list[StackedClient]] = {}
+        for client in clients:
+            groups.setdefault(sort_of(client.task.step), []).append(client)
         for group in groups.values():
-            results = results_of(group, self._gather(group), self.buffers)
-            if good := places_of_results(group):
-                yield results if len(good) == len(results.client_ids) else results.take(good)
+            yield results_of(group, self.gather(group), self.buffers)
 
     # --- steps ---
 
-    def _tick(self, blocks: list[ClientBlock]) -> None:
-        """Take one local step of every client, or more if row programs or a graph take them."""
-        groups: dict[int, list[ClientBlock]] = {}  # by the shape of the next batch
-        for block in self._train_by_rows(blocks):
-            groups.setdefault(block.shape_number, []).append(block)
-        for joint in self._joint_groups(list(groups.values())):
+    def _tick(self, clients: Group) -> None:
+        """Take the next step of the clients that have a whole batch, or of all, or more if row programs or a graph take
+        them."""
+        groups: dict[Hashable, list[StackedClient]] = {}
+        for client in self._train_by_rows(clients):
+            groups.setdefault((client.key, client.size, client.shapes), []).append(client)
+        whole = [group for group in groups.values() if group[0].size == self.setup.options.batch_size]
+        for group in whole or list(groups.values()):
             try:
-                if not self._train_by_graph(joint):
-                    self._step(joint)
+                if self.graphs is None or not self.graphs.serves(group):
+                    self._step(group)
+                else:
+                    self.graphs.train(group, self.row_steps, self._scratch, partial(self._local_step, group))
             except ClientError as error:
-                self._leave_out([block for group in joint for block in group], error)
+                self.leave_out(group, error)
 
-    def _joint_groups(self, groups: Sequence[Group]) -> list[list[Group]]:
-        """Return the groups that take a step together: their passes are separate, and the rest is done once.
-
-        They are neighbours, and their passes have gradients of the same parameters. Their rows are short: gradients of
-        long rows would take longer to move than the calls that are saved.
-        """
-        result, last_key = list[list[Group]](), None
-        for group in groups:
-            key = self._joint_key(group) if self.joins and len(groups) > 1 else None
-            if key is not None and key == last_key and result[-1][-1][-1].end == group[0].slot:
-                result[-1].append(group)
-            else:
-                result.append([group])
-            last_key = key
-        return result
-
-    def _joint_key(self, group: Group) -> tuple[object, ...] | None:
-        """Return what groups that take a step together have in common, or None for a group by itself."""
-        block = group[0]
-        # The outputs of a teacher on batches of several sizes are not one tensor.
-        _, is_plain = self.seen.get(block.key, (0, False))
-        if block.gatherer is None or not are_neighbours(group) or not is_plain:
-            return None
-        size = block.sizes[block.k % block.epoch]
-        slots = self.passes.replays.slots_of(size, group[-1].end - block.slot, *block.samples)
-        return None if slots is None else (block.key, slots)
-
-    def _leave_out(self, blocks: list[ClientBlock], error: ClientError) -> None:
-        """Exclude the blocks whose clients have this error. Raises the error if clients are not excluded."""
-        if not excludes(self.setup, error):
-            raise error
-        for block in blocks:
-            if not set(error.client_ids).isdisjoint(task.client for task in block.tasks):
-                block.error = error
-
-    def _train_by_graph(self, groups: Sequence[Group]) -> bool:
-        """Take the next epoch of a block by a captured graph. Return False without a graph."""
-        block = groups[0][0]
-        if self.epochs is None or len(groups) > 1 or len(groups[0]) > 1 or block.key.has_rate:
-            return False
-        passes, is_plain = self.seen.get(block.key, (0, True))  # a capture comes after steps that are seen
-        if not is_plain:  # an objective runs through Python, which a capture might freeze
-            return False
-        rows, replays = self._neighbours([block]), self.passes.replays
-        if not self.epochs.train(block, rows, replays, lambda batch: self._local_step(groups, rows, [batch])):
-            return False
-        block.backward_passes += block.epoch * passes
-        return True
-
-    def _train_by_rows(self, blocks: list[ClientBlock]) -> list[ClientBlock]:
-        """Take the next steps of the blocks that have row programs. Return the other blocks. Raises ClientError."""
+    def _train_by_rows(self, clients: Group) -> Group:
+        """Take the next steps of the clients that have row programs. Return the other clients. Raises ClientError."""
         try:
-            others = self.row_steps.train(blocks)
+            others = self.row_steps.train(clients)
         except Exception as error:
-            raise client_error(blocks, error) from error
-        for block in blocks:
-            for failure in block.failures.values():
-                if not excludes(self.setup, failure):
-                    raise failure
+            raise client_error(clients, error) from error
+        for client in clients:
+            if client.error is not None and not excludes(self.setup, client.error):
+                raise client.error
         return others
 
-    def _step(self, groups: Sequence[Group]) -> None:
-        """Take one step of the groups."""
-        batches, blocks = [next_batch(group) for group in groups], [block for group in groups for block in group]
-        rows = self._gather(blocks)
-        if blocks[0].key.has_rate:
-            rows.set_rates([rate for block in blocks for rate in block.rates])
-        rows.may_end = any(block.k + 1 == block.steps for block in blocks)
-        passes = self._local_step(groups, rows, batches, rows_to_keep(blocks))
+    def _step(self, clients: Group) -> None:
+        """Take one step of clients."""
+        clients, batch = self._next_batch(clients)
+        if not clients:
+            return
+        rows = self.gather(clients)
+        if clients[0].key.has_rate:
+            rows.set_rates([c.rate for c in clients])
+        rows.may_end = any(c.k + 1 == c.steps for c in clients)
+        passes = self._local_step(clients, rows, batch)
         rows.may_end = True
-        self._put_back(blocks, rows)
-        for block in blocks:
-            block.k += 1
-            block.backward_passes += passes
+        self._put_back(clients, rows)
+        for client in clients:
+            client.advance(1, passes.count)
 
-    def _local_step(
-        self, groups: Sequence[Group], rows: Rows, batches: Sequence[Tensors], kept: Sequence[KeptRow] = ()
-    ) -> int:
-        """Take a step of the groups' rows on the device, and add up the losses.
+    def _next_batch(self, clients: Group) -> tuple[Group, Tensors]:
+        """Return the next batch of clients, each `[clients, batch, ...]`, and the clients, without those that are
+        excluded because their own batch raises."""
+        if self.setup.population.clients.store is not None and clients[0].batches is None:
+            samples = clients[0].samples
+            return clients, gather_samples(samples, to_device(next_indices(clients), samples[0].device))
+        batches = {}
+        for client in clients:
+            try:
+                batches[client] = client.next_batch()
+            except Exception as error:
+                self.leave_out([client], client.error_of(error))
+        return list(batches), tuple(map(torch.stack, zip(*batches.values(), strict=True)))
 
-        Args:
-            groups: the clients.
-            rows: their rows.
-            batches: for each group the tensors of a batch, each `[rows, batch, ...]`.
-            kept: rows that are copied before the step.
-
-        Returns:
-            the number of backward passes.
-        """
-        passes, step = StackedStep(self, groups, rows, batches), groups[0][0].step
+    def _local_step(self, clients: Group, rows: Rows, batch: Tensors) -> StackedStep:
+        """Take a step of the clients' rows on the device on a batch, each `[rows, batch, ...]`. Add up the losses, and
+        return the passes."""
+        passes, step = StackedStep(self, clients, rows, batch), clients[0].task.step
+        kept = rows_to_keep(clients)
         losses = take_step(step, rows, passes, kept) if kept else step(rows, passes)
-        self.seen[step.key] = passes.count, passes.is_plain
-        sizes: int | Tensor = batches[0][0].shape[1]
-        if len(batches) > 1:
-            sizes = torch.tensor([batch[0].shape[1] for batch in batches for _ in batch[0]], dtype=torch.float64)
-        rows.losses.add_(losses.double() * sizes)
-        return passes.count
+        rows.losses.add_(losses.double() * batch[0].shape[1])
+        return passes
 
     def run(
-        self,
-        groups: Sequence[Group],
-        rows: Rows,
-        batches: Sequence[Tensors],
-        objective: Objective | None,
-        *operands: Tensor,
+        self, clients: Group, rows: Rows, batch: Tensors, objective: Objective | None = None, *operands: Tensor
     ) -> tuple[Tensor, Gradients]:
-        """Run a pass of each group, and return the losses and gradients of all rows."""
-        if len(groups) == 1:
-            return self._pass(groups[0], rows, batches[0], objective, *operands)
-        results, row = [], 0
-        for group, batch in zip(groups, batches, strict=True):
-            end = row + len(batch[0])
-            parts = [t[row:end] for t in operands]
-            results.append(self._pass(group, self._neighbours(group), batch, objective, *parts))
-            row = end
+        """Run a pass of clients, and return the losses and gradients of their rows."""
+
+        def run(place: slice) -> tuple[Tensor, Gradients]:
+            some, tensors = _part(rows, place), [t[place] for t in batch]
+            if objective is None:
+                return self.passes.run(some, *tensors)
+            return self.passes.run_objective(some, tuple(tensors), objective, [t[place] for t in operands])
+
+        results = self._by_client(clients, len(batch[0]), run)
+        if len(results) == 1:
+            return results[0]
         losses, gradients = zip(*results, strict=True)
-        return torch.cat(losses), Gradients.join(gradients, self.layout)
+        return torch.cat(losses), Gradients.join(gradients, self.setup.layout)
 
-    def _pass(
-        self, blocks: Group, rows: Rows, batch: Tensors, objective: Objective | None = None, *operands: Tensor
-    ) -> tuple[Tensor, Gradients]:
+    def outputs_of(self, clients: Group, w: Tensor, batch: Tensors) -> Tensor:
+        """Return the outputs of teachers with the weights `w` `[rows, row_size]`."""
+        outputs = self._by_client(
+            clients, len(w), lambda place: self.passes.outputs_of(w[place], tuple(t[place] for t in batch))
+        )
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+
+    def _by_client(self, clients: Group, rows: int, run: Callable[[slice], Result]) -> list[Result]:
+        """Return the result of all rows. If it raises, return the results of each client by itself, and exclude the
+        clients for which it raises again. The place of such a client has the result of another one, which nobody reads.
+
+        Raises:
+            ClientError: clients are not excluded, or all raise, or only all together do.
+        """
         try:
-            if objective is not None:
-                return self.passes.run_objective(rows, batch, objective, operands)
-            return self.passes.run(rows, *batch)
+            return [run(slice(0, rows))]
         except Exception as error:
-            problem = self.replica.guard.find_problem(has_fixed_buffers=True)
-            raise (self._model_error(blocks, problem) if problem else client_error(blocks, error)) from error
+            self._check_model(clients, error)
+            cause = error
+        results = dict[int, Result]()
+        for i, client in enumerate(clients if len(clients) > 1 else ()):
+            try:
+                results[i] = run(slice(i, i + 1))
+            except Exception as error:
+                self._check_model(clients, error)
+                self.leave_out([client], client.error or client.error_of(error))
+        if len(results) in (0, len(clients)):
+            raise client_error(clients, cause) from cause
+        other = next(iter(results.values()))
+        return [results.get(i, other) for i in range(rows)]
 
-    @staticmethod
-    def _model_error(blocks: Sequence[ClientBlock], problem: str) -> ClientError:
-        tasks = tasks_of(blocks)
-        return ClientError.from_model([task.client for task in tasks], tasks[0].round, blocks[0].k, problem)
+    def _check_model(self, clients: Group, cause: Exception | None = None) -> None:
+        """Raise ClientError if a pass has changed the model."""
+        problem = self.replica.guard.find_problem(has_fixed_buffers=True)
+        if problem:
+            first = clients[0]
+            ids = [client.task.client for client in clients]
+            raise ClientError.from_model(ids, first.task.round, first.k, problem) from cause
+
+    def leave_out(self, clients: Group, error: ClientError) -> None:
+        """Exclude the clients that have this error. Raises the error if clients are not excluded."""
+        if not excludes(self.setup, error):
+            raise error
+        for client in clients:
+            if client.error is None and client.task.client in error.client_ids:
+                client.error = error
 
 
-def _parts(shares: Sequence[float]) -> list[tuple[slice, float]]:
-    """Return the parts of a block's clients with one share: all of them, or each client."""
-    if len(set(shares)) == 1:
-        return [(slice(0, len(shares)), shares[0])]
-    return [(slice(i, i + 1), share) for i, share in enumerate(shares)]
-
-
-def _shapes_of(pair: tuple[ClientBlock, JointBatch]) -> list[tuple[int, ...]]:
-    """Return the shapes of a batch without its clients."""
-    return [tuple(t.shape[1:]) for t in pair[1][0]]
+def _part(rows: Rows, place: slice) -> Rows:
+    """Return some neighbours of rows."""
+    return rows if place == slice(0, rows.n) else rows.part(place.start, place.stop)

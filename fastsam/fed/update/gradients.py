@@ -21,15 +21,11 @@ class Gradients:
         squares = [g.reshape(rows, -1).double().square().sum(1) for g in self.tensors]
         return torch.stack(squares).sum(0).sqrt()
 
-    def add_to(self, total: Tensor, layout: Layout, share: float) -> None:
+    def add_to(self, total: Tensor, layout: Layout, share: float = 1.0) -> None:
         """Add `share` times the gradients to rows `[rows, row_size]`."""
         views = layout.views(total)
         for slot, g in zip(self.slots, self.tensors, strict=True):
             views[slot].add_(g, alpha=share)
-
-    def of_rows(self, rows: slice) -> Gradients:
-        """Return the gradients `[rows, *shape]` of some rows."""
-        return Gradients([g[rows] for g in self.tensors], self.slots, self.table)
 
     @classmethod
     def join(cls, parts: Sequence[Gradients], layout: Layout) -> Gradients:

@@ -178,10 +178,14 @@ class Rows:
 
     # --- a step ---
 
-    def set_rates(self, rates: Sequence[float]) -> None:
-        """Set the learning rate of the next step, for each row."""
+    def set_rates(self, rates: Sequence[float], index: Tensor | None = None) -> None:
+        """Set the learning rate of the next step, for each row, or for the rows at `index` (int64)."""
         column = to_device(torch.tensor(rates, dtype=torch.float64), self.hparams.device)
-        self.hparams[:, 0, HParam.LR].copy_(column)
+        lr = self.hparams[:, 0, HParam.LR]
+        if index is None:
+            lr.copy_(column)
+        else:
+            lr.index_copy_(0, index, column)
 
     def column(self, column: int) -> Tensor:
         """Return a column of the hyperparameters, float64 `[n, 1]`, which a step may write."""

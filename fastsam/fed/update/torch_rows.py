@@ -48,7 +48,7 @@ class TorchRows(Rows):
         super().restart(start)
         self._first_state = state
 
-    def set_rates(self, rates: Sequence[float]) -> None:
+    def set_rates(self, rates: Sequence[float], index: Tensor | None = None) -> None:
         """Raise ValueError: the optimizer of a client has one rate."""
         raise ValueError(f"a learning rate that changes within a round needs one of the kernels' rules. {_REMEDY}")
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from fastsam import fed
-from fastsam.fed.clients.plan import SampleOptions, Work, indices_of, orders_of, plan
+from fastsam.fed.clients.plan import SampleOptions, Work, places_of, plan
 from fastsam.fed.clients.population import Population
 from fastsam.fed.clients.prepare import prepare
 from fastsam.fed.common import seeds
@@ -103,19 +103,16 @@ def test_all_samples_come_once_in_stored_order(kind: str) -> None:
 
 @pytest.mark.parametrize("clients", [[0, 1, 2], [2, 1], [0, 1, 2, 3], [1, 3]], ids=str)
 def test_orders_of_several_clients_are_their_own(clients: list[int]) -> None:
-    """Clients that were planned together, some of them, and clients of two plans."""
-    population, epochs = population_of("store"), {"local_epochs": 2, "drop_last": True}
-    works = [works_of(population, [0, 1, 2, 3], **epochs)[i] for i in clients]
-    together = works_of(population, [0, 1, 2, 3], **epochs)
+    """Clients that were planned together, some of them, and clients of two plans, from any sample on."""
+    population, options = population_of("store"), {"local_epochs": 2, "drop_last": True}
+    works = [works_of(population, [0, 1, 2, 3], **options)[i] for i in clients]
+    together = works_of(population, [0, 1, 2, 3], **options)
     for chosen in (works, [together[i] for i in clients]):
-        for ranges in ([range(2)] * len(clients), [range(1, 2)] * len(clients)):
-            expected = [work.order(epoch) for work, one in zip(works, ranges, strict=True) for epoch in one]
-            assert torch.equal(indices_of(chosen, ranges), torch.cat(expected))
-    equal = prepare([pairs()[0]] * 5, None, torch.float32, torch.device("cpu"))
-    works = works_of(equal, [0, 1, 2, 3, 4], **epochs)
-    for chosen in (works[:3], works[1:3], works[2:5], [works[2], works[0]]):
-        for epoch in (0, 1, 2):
-            assert torch.equal(orders_of(chosen, epoch), torch.stack([work.order(epoch) for work in chosen]))
+        offsets = [3 * i for i in range(len(chosen))]
+        indices, begins = places_of(chosen, offsets)
+        for work, offset, begin in zip(chosen, offsets, begins, strict=True):
+            expected = torch.cat([work.order(epoch) for epoch in work.epochs])[offset:]
+            assert torch.equal(indices[begin : begin + len(expected)], expected)
 
 
 @pytest.mark.parametrize("width", [64, 3])

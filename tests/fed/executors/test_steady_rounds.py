@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from bench.fed.workload import Workload
 from fastsam import backend, fed
 from tests.helpers.fake_cuda import FakeCuda
-from tests.helpers.fake_devices import install_epochs
+from tests.helpers.fake_devices import install_step_graphs
 
 aten = torch.ops.aten
 CLIENTS, ROUNDS, EAGER = 4, 5, 2  # the first two epochs of a shape are not captured
@@ -57,7 +57,7 @@ class Counting(torch.nn.Module):
 
 def test_a_steady_round_of_a_cnn_is_a_replay(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     """The CNN's maxima and kinks make one gradient in fifty of such rounding."""
-    install_epochs(monkeypatch)
+    install_step_graphs(monkeypatch)
     load, rounds = Workload("cnn", clients=CLIENTS, cohort=CLIENTS), list[tuple[int, int]]()
     with LikeGpu() as mode:
 

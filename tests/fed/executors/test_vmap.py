@@ -4,7 +4,6 @@ Models that cannot be stacked are refused.
 """
 
 import warnings
-import weakref
 from dataclasses import replace
 
 import pytest
@@ -14,16 +13,13 @@ from torch import nn
 
 from fastsam import fed
 from fastsam.fed import executors
-from fastsam.fed.clients.packed_samples import pack_samples as store_of
-from fastsam.fed.common import seeds
-from fastsam.fed.executors import LocalOptions, Setup, stacked, vmap
-from fastsam.fed.executors.batch_gatherer import BatchGatherer, gather_together
+from fastsam.fed.executors import Setup, stacked, vmap
 from fastsam.fed.update import scratch_rows
 from tests.helpers import oracle
 from tests.helpers.fed_kinds import Rows, in_another_collate, pairs
 from tests.helpers.fed_kinds import run as run_kinds
 from tests.helpers.fed_runs import SIZES, digest, run
-from tests.helpers.setups import oracle_tasks, setup_of, tasks_of
+from tests.helpers.setups import oracle_tasks, setup_of
 from tests.promises import cases
 
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 2e-5}  # relative error of a weight after a few dozen steps
@@ -91,84 +87,6 @@ def test_ignored_labels_do_not_count():
     result = stacked._cross_entropy(outputs, y)
     expected = torch.stack([F.cross_entropy(o, t) for o, t in zip(outputs, y, strict=True)])
     assert torch.allclose(result, expected, rtol=1e-14)
-
-
-def works_of(n, has_store, **options):
-    """The work of three clients of n samples, or of n[0], n[1], ... samples, in a store or each on its own."""
-    local = LocalOptions(**{"local_epochs": 2, "batch_size": 3, "seed": 5, **options})
-    sizes = (n,) * 3 if isinstance(n, int) else n
-    pairs = [(torch.arange(n, dtype=torch.float64)[:, None] + 1000 * i, torch.arange(n)) for i, n in enumerate(sizes)]
-    store = None
-    if has_store:
-        pairs, store = store_of(pairs)
-    setup = setup_of(None, pairs, local, store=store)
-    return [task.work for task in tasks_of(setup, range(3), fed.Step())]
-
-
-@pytest.mark.parametrize("has_store", [False, True])
-@pytest.mark.parametrize(
-    "options", [{}, {"shuffle": False}, {"batch_size": 1, "local_epochs": 1}, {"batch_size": 200}], ids=str
-)
-@pytest.mark.parametrize("n", [1, 7, 100])
-def test_a_feed_gives_every_row_the_batches_of_its_own_task(n, options, has_store):
-    """n = 100 in batches of 1 or 3 is more than one block of batches."""
-    works = works_of(n, has_store, **options)
-    gatherer = BatchGatherer(works)
-    for k, batches in enumerate(zip(*(work.batches() for work in works), strict=True)):
-        for name in (0, 1):
-            assert torch.equal(gatherer.get(k)[name], torch.stack([batch[name] for batch in batches]))
-
-
-@pytest.mark.parametrize("has_store", [False, True])
-def test_what_a_feed_has_gathered_goes_with_it(has_store):
-    """At once: until the garbage collector comes, there would be the samples of many rounds."""
-    gatherer = BatchGatherer(works_of(100, has_store))
-    gatherer.get(0)
-    removed_ops = weakref.ref(gatherer)
-    del gatherer
-    assert removed_ops() is None
-
-
-def test_clients_that_begin_together_draw_once_an_epoch(monkeypatch):
-    """Their next batches of one size come in one gather, wherever they are in their epochs."""
-    expected = [list(work.batches()) for work in works_of((7, 4, 5), True)]
-    draws, original = [], seeds.write_orders
-    monkeypatch.setattr(seeds, "write_orders", lambda *args: draws.append(args) or original(*args))
-    gatherers = [BatchGatherer([work]) for work in works_of((7, 4, 5), True)]
-    for steps in ([0, 0, 0], [3, 2, 2], [1, 0, 2]):
-        batch = gather_together(gatherers, steps)
-        assert batch is not None
-        for name in (0, 1):
-            rows = [batches[k][name] for batches, k in zip(expected, steps, strict=True)]
-            assert torch.equal(batch[name], torch.stack(rows))
-    assert len(draws) == 2
-    assert (
-        gather_together([BatchGatherer([work]) for work in works_of((7, 4, 5), False)], [0, 0, 0]) is None
-    )  # no store
-    for gatherer, batches in zip(gatherers, expected, strict=True):
-        assert all(torch.equal(gatherer.get(k)[0][0], x) for k, (x, _) in enumerate(batches))
-
-
-@pytest.mark.parametrize("algorithm", [fed.FedAvg(), fed.FedSMOO()])
-def test_groups_of_short_rows_take_a_step_together_in_the_same_bits(monkeypatch, algorithm):
-    """Results that free no slot for a new client come together too."""
-    steps, results, update = [], [], vmap.Rows.update
-    monkeypatch.setattr(vmap.Rows, "update", lambda rows, *args: steps.append(rows) or update(rows, *args))
-    of = vmap.results_of
-    monkeypatch.setattr(vmap, "results_of", lambda blocks, *args: results.append(blocks) or of(blocks, *args))
-
-    def train():
-        steps.clear()
-        results.clear()
-        model, data = oracle.smooth_model(torch.float64), oracle.ragged_clients(torch.float64, SIZES)
-        result = fed.run(model, data, algorithm, executor="vmap", slots=8, rounds=6, batch_size=5, participation=1.0)
-        return digest(result), len(steps), len(results)
-
-    together = train()
-    monkeypatch.setattr(vmap, "_JOINT_NUMEL", 0)
-    monkeypatch.setattr(vmap, "_SHORT_ROW", 0)
-    apart = train()
-    assert together[0] == apart[0] and together[1] < apart[1] and together[2] < apart[2]
 
 
 # --- what is refused ---
@@ -313,8 +231,7 @@ def test_places_of_rows_go_to_the_device_once(monkeypatch: pytest.MonkeyPatch) -
         return original(t, device)
 
     monkeypatch.setattr(scratch_rows, "to_device", count_copies)
-    # in the third step the first and the last have whole batches
-    clients = oracle.ragged_clients(torch.float32, (15, 12, 9))
+    clients = oracle.ragged_clients(torch.float32, (15, 12, 10))  # in the third step only the second has no whole batch
     runs = [
         digest(fed.run(oracle.smooth_model(torch.float32), clients, fed.FedGSAM(rho=0.05), rounds=3, batch_size=5,
                        participation=1.0, local_epochs=2, executor="vmap", slots=3))
@@ -322,6 +239,30 @@ def test_places_of_rows_go_to_the_device_once(monkeypatch: pytest.MonkeyPatch) -
     ]  # fmt: skip
     sets = set(tables)
     assert sets and len(tables) == 2 * len(sets) and runs[0] == runs[1]
+
+
+class Counting(torch.nn.Linear):
+    """A layer that counts its calls, so that each pass calls it."""
+
+    total = calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        Counting.total += 1
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("n", [20, 100])
+def test_equal_batches_of_unequal_clients_share_a_pass(n: int) -> None:
+    """Whole batches step together. Partial ones wait, so that a size has one pass, whatever the number of clients."""
+    sizes = torch.randint(8, 121, (n,), generator=torch.Generator().manual_seed(0)).tolist()
+    clients = [(torch.randn(size, 3), torch.randint(2, (size,))) for size in sizes]
+    calls = list[int]()
+    fed.run(
+        Counting(3, 2), clients, fed.FedAvg(), rounds=3, batch_size=16, participation=1.0, executor="vmap", slots=n,
+        eval_every=3, progress=lambda record: calls.append(Counting.total),
+    )  # fmt: skip
+    assert calls[1] - calls[0] == max(size // 16 for size in sizes) + len({size % 16 for size in sizes} - {0})
 
 
 # --- Samples that come batch by batch: who trains them.

@@ -1,0 +1,107 @@
+"""Local steps of stacked clients as captured CUDA graphs, for any number of clients and any size of a batch.
+
+The rows of a step are copied next to each other, take one step or several, and are copied back. There are 4, 16, 64 and
+so on of them, or as many as there are slots: few numbers mean few graphs, and rows cost little on a GPU. If fewer
+clients step, the first one's row is read again, and its further results go to a spare row that no client has. Steps
+that are not captured have as many rows, so that a capture changes no bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from fastsam.fed.clients.samples import Tensors
+from fastsam.fed.common.transfer import to_device
+from fastsam.fed.executors.cuda import Captures, Cuda
+from fastsam.fed.executors.rowprograms.row_steps import RowSteps
+from fastsam.fed.executors.stacked_client import Group, gather_samples, next_indices
+from fastsam.fed.executors.stacked_steps import StackedStep
+from fastsam.fed.executors.task import Setup
+from fastsam.fed.update.rows import Rows
+from fastsam.fed.update.scratch_rows import ScratchRows
+from fastsam.fed.update.steps import Key
+
+_COLUMNS = 2  # before the samples of a row: the row that is read, and the row that is written
+
+TakeStep = Callable[[Rows, Tensors], StackedStep]  # function of rows and a batch
+
+
+class StepGraphs:
+    """The captured steps of one run, by key of the step, size of the batch, number of rows, and number of steps."""
+
+    def __init__(self, cuda: Cuda, slots: int) -> None:
+        self.slots, self._captures = slots, Captures(cuda)
+        self._passes: dict[Key, int] = {}  # number of backward passes of a step
+
+    def release(self) -> None:
+        """Release all graphs at the end of a run."""
+        self._captures.release()
+
+    def serves(self, clients: Group) -> bool:
+        """Return True if clients may take their next steps here: their samples are in a store, and no row is copied
+        before a step."""
+        has_store = clients[0].task.work.clients.store is not None and clients[0].batches is None
+        return has_store and not any(client.task.snapshots for client in clients)
+
+    def train(self, clients: Group, row_steps: RowSteps, scratch: ScratchRows, step: TakeStep) -> None:
+        """Take the next steps of clients in copies of their rows: by a captured graph, or as they are.
+
+        As many equal steps at once as a graph holds, so that few graphs are captured; the first of them holds the most.
+        They are captured once their pass is recorded and compared, unless row programs take it from then on. A model or
+        an objective that runs through its Python might be frozen by a capture.
+        """
+        first = clients[0]
+        n, samples, size = _number_of_rows(len(clients), self.slots), first.samples, first.size
+        most = 1 if first.key.has_rate else min(client.equal_steps() for client in clients)
+        keys = [(first.key, size, n, steps) for steps in (8, 4, 2, 1) if steps <= most]
+        key = next((key for key in keys if key in self._captures), keys[0])
+        steps = key[-1]
+        inputs = to_device(self._inputs(clients, n, steps), samples[0].device)
+        if first.key.has_rate:
+            row_steps.rows.set_rates([client.rate for client in clients], inputs[: len(clients), 0])
+        is_plain = True
+
+        def work(inputs: Tensor) -> None:
+            nonlocal is_plain
+            copies = scratch.gather(inputs[:, 0], first.key)
+            for places in inputs[:, _COLUMNS:].split(size, 1):
+                passes = step(copies, gather_samples(samples, places))
+                self._passes[first.key], is_plain = passes.count, passes.is_plain
+            scratch.put_back(inputs[:, 1], copies)
+
+        if key in self._captures:
+            self._captures.replay(key, inputs)
+        else:
+            work(inputs)
+            function = row_steps.replays.find_function(size, n, *samples)
+            if is_plain and function is not None and first.error is None and not row_steps.serves(first):
+                self._captures.capture(key, inputs, work, (samples, function, scratch))
+        for client in clients:
+            client.advance(steps, self._passes[first.key])
+
+    def _inputs(self, clients: Group, n: int, steps: int) -> Tensor:
+        """Return for each of `n` rows the row that is read, the row that is written, and its samples, int64 `[n,
+        2 + steps * batch]` on the host."""
+        count = len(clients)
+        inputs = torch.empty(n, _COLUMNS + steps * clients[0].size, dtype=torch.int64, device="cpu")
+        inputs[:count, 0] = inputs[:count, 1] = torch.tensor([client.slot for client in clients], device="cpu")
+        inputs[:count, _COLUMNS:] = next_indices(clients, steps)
+        inputs[count:] = inputs[0]
+        inputs[count:, 1] = self.slots
+        return inputs
+
+
+def _number_of_rows(n: int, slots: int) -> int:
+    """Return 4, 16, 64 and so on, or the number of slots."""
+    count = 4
+    while count < n:
+        count *= 4
+    return min(count, slots)
+
+
+def step_graphs_of(setup: Setup, slots: int) -> StepGraphs | None:
+    """Return the captured steps of a run on a GPU, or None on a CPU."""
+    return StepGraphs(Cuda(setup.device), slots) if setup.device.type == "cuda" else None
