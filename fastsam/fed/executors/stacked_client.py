@@ -183,6 +183,7 @@ def weighted_batches(
 ) -> Iterator[tuple[Tensors, float]]:
     """Yield batches for a gradient before the first step, each with its share in the mean. Raises ClientError."""
     try:
+        client.task.work.open()
         for *batch, share in batches_of(client.task):
             yield tensors_of(batch), share
     except Exception as error:

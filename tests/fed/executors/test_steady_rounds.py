@@ -1,4 +1,4 @@
-"""Steady rounds of stacked clients on a GPU, with a stand-in for CUDA: an epoch is one replay, the host queues few
+"""Steady rounds of stacked clients on a GPU, with a stand-in for CUDA: equal steps are one replay, the host queues few
 operations, and no pass runs through the model's Python code."""
 
 from typing import Any
@@ -14,7 +14,7 @@ from tests.helpers.fake_cuda import FakeCuda
 from tests.helpers.fake_devices import install_step_graphs
 
 aten = torch.ops.aten
-CLIENTS, ROUNDS, EAGER = 4, 5, 2  # the first two epochs of a shape are not captured
+CLIENTS, ROUNDS, EAGER = 4, 5, 1  # the first steps of a shape are not captured
 
 
 class LikeGpu(TorchDispatchMode):
