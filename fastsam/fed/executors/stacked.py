@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -24,6 +24,7 @@ from fastsam.fed.executors.gradient_passes import NEEDS_PAIRS, ModelPasses, chec
 from fastsam.fed.executors.graph_passes import copy_with_strides
 from fastsam.fed.executors.replay import BF16_LOSS, Replays, agree
 from fastsam.fed.executors.slow_calls import SilentCalls
+from fastsam.fed.executors.stacked_dropout import StackedDropout, stacked_dropout
 from fastsam.fed.executors.stacked_lookups import StackedLookups
 from fastsam.fed.executors.stacked_masks import advice, kept_masks
 from fastsam.fed.executors.task import Setup
@@ -73,6 +74,9 @@ class StackedPasses:
     Only the forward pass is mapped: the rows are independent, so the gradient of the sum of their losses holds each
     row's own, and the backward pass is a plain one over the batched operations. Both are recorded once per shape and
     replayed (see `Replays`). `calls` says what becomes of torch's warnings about slow operations.
+
+    If the model draws random numbers, the last tensor of a batch has the seeds of the rows' steps, int64 `[rows,
+    batch]`, equal for all samples of a row (see `stacked_dropout`).
     """
 
     def __init__(self, replica: Replica, layout: Layout, setup: Setup, calls: SilentCalls | None = None) -> None:
@@ -88,9 +92,10 @@ class StackedPasses:
         self.has_channels_last = any(len(s.shape) == 4 and s.stride[1] < s.stride[3] for s in layout.segments)
         self.places = [_places(replica.module, p) for p in replica.parameters]
         self.parameters = replica.parameters
-        self._outputs = vmap(self._output, in_dims=(0, 0), randomness="error")
-        self._losses = vmap(self._loss, in_dims=(0, 0), randomness="error")
-        self._batch_losses = vmap(self._batch_loss, in_dims=(0, 0), randomness="error")
+        self.draws = setup.draws is not None
+        self._vmap = partial(vmap, randomness="different" if self.draws else "error")
+        self._outputs, self._losses = self._vmap(self._output), self._vmap(self._loss)
+        self._batch_losses = self._vmap(self._batch_loss)
         self.lookups, self.calls = StackedLookups(), calls or SilentCalls()
         self.masks = kept_masks(replica.module)
         product_of = partial(ops.product_of, backend=setup.backend)
@@ -118,6 +123,7 @@ class StackedPasses:
             ValueError: samples come in batches that only the loss reads.
         """
         leaves = [leaf.detach().requires_grad_() for leaf in rows.leaves]
+        batch, dropout = self._split(batch)
         x, y = self._pairs(batch)
 
         def of_row(weights: list[Tensor], x: Any, y: Any, operands: list[Tensor]) -> tuple[Tensor, Tensor]:
@@ -125,9 +131,10 @@ class StackedPasses:
             loss = self._loss(outputs, y)
             return loss, check_scalar(objective(loss, outputs, y, *operands))
 
-        with mapping(), self.calls, self.masks, self._with_parameters():
-            losses, values = vmap(of_row, randomness="error")(leaves, x, y, list(operands))
-        grads = torch.autograd.grad(values.sum(), leaves, allow_unused=True)
+        with dropout:
+            with mapping(), self.calls, self.masks, self._with_parameters():
+                losses, values = self._vmap(of_row)(leaves, x, y, list(operands))
+            grads = torch.autograd.grad(values.sum(), leaves, allow_unused=True)
         return self._present(losses.detach(), grads)
 
     @torch.no_grad()
@@ -137,14 +144,19 @@ class StackedPasses:
         Raises:
             ValueError: samples come in batches that only the loss reads.
         """
+        batch, dropout = self._split(batch)
         x, _ = self._pairs(batch)
         was_training = self.module.training
         self.module.eval()
         try:
-            with mapping(), self.calls, self.masks, self._with_parameters():
-                return vmap(self._output, randomness="error")(self.layout.views(w), x)
+            with dropout, mapping(), self.calls, self.masks, self._with_parameters():
+                return self._vmap(self._output)(self.layout.views(w), x)
         finally:
             self.module.train(was_training)
+
+    def _split(self, batch: Tensors) -> tuple[Tensors, AbstractContextManager[None]]:
+        """Return the samples of a batch, and the context in which a pass drops elements by the seeds of the rows."""
+        return (batch[:-1], stacked_dropout(batch[-1][:, 0])) if self.draws else (batch, nullcontext())
 
     def _pairs(self, batch: Tensors) -> tuple[Any, Any]:
         """Return inputs and labels. Raises ValueError unless samples are pairs."""
@@ -165,12 +177,13 @@ class StackedPasses:
         rows, weights = len(batch[0]), leaves
         if rows == 1 and self.has_channels_last:
             weights, batch = _twice(leaves), tuple(_twice(batch))
-        shapes = (*(t.shape for t in batch), self.module.training)
-        lookups = self.lookups.of_shape(shapes)
-        with mapping(), self.calls, lookups, self.masks, self._with_parameters():
-            losses = self._losses_of(weights, *fill_tree(self.template, batch))
-        losses = losses if len(losses) == rows else losses[:rows]
-        return losses.detach(), torch.autograd.grad(losses.sum(), leaves, allow_unused=True)
+        lookups = self.lookups.of_shape((*(t.shape for t in batch), self.module.training))
+        samples, dropout = self._split(batch)
+        with dropout:
+            with mapping(), self.calls, lookups, self.masks, self._with_parameters():
+                losses = self._losses_of(weights, *fill_tree(self.template, samples))
+            losses = losses if len(losses) == rows else losses[:rows]
+            return losses.detach(), torch.autograd.grad(losses.sum(), leaves, allow_unused=True)
 
     def _losses_of(self, leaves: list[Tensor], x: Any, y: Any) -> Tensor:
         """Return the losses of the rows on inputs and labels, or on a tree of tensors and None."""
@@ -278,11 +291,6 @@ def why_not(setup: Setup) -> str | None:
     single rows."""
     if setup.population.clients.template is None:
         return "clients' samples are read batch by batch, and stacked clients need columns of tensors in memory"
-    if setup.draws is not None:
-        return (
-            "a training pass of the model draws random numbers (dropout?), and stacked clients would share what is "
-            "drawn"
-        )
     if setup.changes_buffers:
         return (
             "training changes buffers of the model (BatchNorm?) in place; use GroupNorm, or an executor that trains "
@@ -296,7 +304,7 @@ def why_not(setup: Setup) -> str | None:
     if setup.example is None:
         return "there is no example batch to try the model with"
     try:
-        return _trial(setup)
+        return next(filter(None, (_trial(setup, batch) for batch in _trial_batches(setup))), None)
     except Exception as error:
         first = advice(error) or (str(error).strip().splitlines()[0] if str(error).strip() else "")
         return f"torch.vmap cannot map the model or the loss over clients ({type(error).__name__}: {first})"
@@ -317,23 +325,38 @@ def has_row_program(setup: Setup) -> bool:
         return False
     replica, rows = _trial_rows(setup)
     replays = StackedPasses(replica, setup.layout, setup).replays
+    if replays.make_row_pass is None:
+        return False
     batch = [torch.stack([t, t]) for t in tensors_of(setup.example)]
     replays.run(rows.leaves, *batch)
     return replays.has_row_pass(*batch)
 
 
-def _trial(setup: Setup) -> str | None:
-    layout, batch = setup.layout, tensors_of(setup.example)
+def _trial_batches(setup: Setup) -> Iterator[Tensors]:
+    """Yield the example, and as many of its samples as the smallest batch has if the model draws random numbers: what
+    it draws may depend on the size."""
+    batch = tensors_of(setup.example)
+    yield batch
+    sizes = [setup.options.sizes_of(n) for n in set(setup.population.clients.known_sizes.values())]
+    smallest = min((epoch[-1] for epoch in sizes if epoch), default=len(batch[0]))
+    if setup.draws is not None and smallest < len(batch[0]):
+        yield tuple(t[:smallest] for t in batch)
+
+
+def _trial(setup: Setup, batch: Tensors) -> str | None:
+    layout = setup.layout
     replica, rows = _trial_rows(setup)
     batches = [batch, tuple(t.flip(0) for t in batch)]
-    losses, stacked_grads = StackedPasses(replica, layout, setup).plain(
-        rows, *map(torch.stack, zip(*batches, strict=True))
-    )
+    samples, seeds = map(torch.stack, zip(*batches, strict=True)), torch.tensor([1, 2], device=setup.device)
+    passes = StackedPasses(replica, layout, setup)
+    keys = [seeds[:, None].expand(-1, len(batch[0]))] if passes.draws else []
+    losses, stacked_grads = passes.plain(rows, *samples, *keys)
     plain = ModelPasses(replica, layout, setup.loss)
     loss_tolerance = BF16_LOSS if setup.options.precision == "bf16" else None
     for row, batch in enumerate(batches):
         replica.row.copy_(rows.z[row])
-        loss, gradients = plain.run(*fill_tree(setup.population.clients.template, batch))
+        with StackedDropout(seeds[row]) if passes.draws else nullcontext():
+            loss, gradients = plain.run(*fill_tree(setup.population.clients.template, batch))
         if gradients.slots != stacked_grads.slots:
             return "a stacked step gives gradients to other parameters than a plain one"
         row_gradients = [g[row] for g in stacked_grads.tensors]

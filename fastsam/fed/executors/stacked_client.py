@@ -161,6 +161,11 @@ def next_indices(clients: Group, steps: int = 1) -> Tensor:
     return windows.index_select(0, torch.tensor(begins, device="cpu"))
 
 
+def keys_of(clients: Group, steps: int = 1) -> Tensor:
+    """Return the seeds of what the next steps of clients draw, int64 `[clients, steps]` on the host."""
+    return torch.tensor([[c.task.pass_seed(c.k + i) for i in range(steps)] for c in clients], device="cpu")
+
+
 def gather_samples(samples: Tensors, indices: Tensor) -> Tensors:
     """Return the samples at indices `[rows, batch]`, each `[rows, batch, ...]`."""
     flat = indices.flatten()

@@ -38,6 +38,9 @@ class Runner(Protocol):
     def gather(self, clients: Group) -> Rows:
         """Return the clients' rows next to each other."""
 
+    def with_keys(self, clients: Group, batch: Tensors) -> Tensors:
+        """Return a batch of clients with the seeds of what they draw, if the model draws."""
+
     def leave_out(self, clients: Group, error: ClientError) -> None:
         """Exclude the clients that have this error, or raise it."""
 
@@ -114,7 +117,8 @@ class StackedBeginning(PassesOfBeginning):
         """Add the gradients of a batch of some clients to their rows of `total`, and the norms of their gradients."""
         clients, batches, shares = zip(*group, strict=True)
         rows = self._executor.gather(clients)
-        _, gradients = self._executor.run(clients, rows, tuple(map(torch.stack, zip(*batches, strict=True))))
+        batch = tuple(map(torch.stack, zip(*batches, strict=True)))
+        _, gradients = self._executor.run(clients, rows, self._executor.with_keys(clients, batch))
         index = torch.tensor([self._places[client] for client in clients], device=total.device)
         share = torch.tensor(shares, dtype=torch.float64, device=total.device)[:, None]
         g = torch.zeros(len(clients), total.shape[1], dtype=total.dtype, device=total.device)

@@ -17,14 +17,12 @@ from fastsam.fed.clients.samples import Tensors
 from fastsam.fed.common.transfer import to_device
 from fastsam.fed.executors.cuda import Captures, Cuda
 from fastsam.fed.executors.rowprograms.row_steps import RowSteps
-from fastsam.fed.executors.stacked_client import Group, gather_samples, next_indices
+from fastsam.fed.executors.stacked_client import Group, gather_samples, keys_of, next_indices
 from fastsam.fed.executors.stacked_steps import StackedStep
 from fastsam.fed.executors.task import Setup
 from fastsam.fed.update.rows import Rows
 from fastsam.fed.update.scratch_rows import ScratchRows
 from fastsam.fed.update.steps import Key
-
-_COLUMNS = 2  # before the samples of a row: the row that is read, and the row that is written
 
 TakeStep = Callable[[Rows, Tensors], StackedStep]  # function of rows and a batch
 
@@ -59,7 +57,9 @@ class StepGraphs:
         keys = [(first.key, size, n, steps) for steps in (8, 4, 2, 1) if steps <= most]
         key = next((key for key in keys if key in self._captures), keys[0])
         steps = key[-1]
-        inputs = to_device(self._inputs(clients, n, steps), samples[0].device)
+        draws = row_steps.setup.draws is not None
+        columns = 2 + (steps if draws else 0)
+        inputs = to_device(self._inputs(clients, n, steps, columns), samples[0].device)
         if first.key.has_rate:
             row_steps.rows.set_rates([client.rate for client in clients], inputs[: len(clients), 0])
         is_plain = True
@@ -67,8 +67,10 @@ class StepGraphs:
         def work(inputs: Tensor) -> None:
             nonlocal is_plain
             copies = scratch.gather(inputs[:, 0], first.key)
-            for places in inputs[:, _COLUMNS:].split(size, 1):
-                passes = step(copies, gather_samples(samples, places))
+            for i, places in enumerate(inputs[:, columns:].split(size, 1), 2):
+                batch = gather_samples(samples, places)
+                keys = [inputs[:, i : i + 1].expand(-1, size)] if draws else []
+                passes = step(copies, (*batch, *keys))
                 self._passes[first.key], is_plain = passes.count, passes.is_plain
             scratch.put_back(inputs[:, 1], copies)
 
@@ -76,19 +78,21 @@ class StepGraphs:
             self._captures.replay(key, inputs)
         else:
             work(inputs)
-            function = row_steps.replays.find_function(size, n, *samples)
+            function = row_steps.replays.find_function(size, n, *samples, *([inputs[:, 0]] if draws else []))
             if is_plain and function is not None and first.error is None and not row_steps.serves(first):
                 self._captures.capture(key, inputs, work, (samples, function, scratch))
         for client in clients:
             client.advance(steps, self._passes[first.key])
 
-    def _inputs(self, clients: Group, n: int, steps: int) -> Tensor:
-        """Return for each of `n` rows the row that is read, the row that is written, and its samples, int64 `[n,
-        2 + steps * batch]` on the host."""
+    def _inputs(self, clients: Group, n: int, steps: int, columns: int) -> Tensor:
+        """Return for each of `n` rows the row that is read, the row that is written, the seeds of its steps if there
+        are more than two columns, and its samples, int64 `[n, columns + steps * batch]` on the host."""
         count = len(clients)
-        inputs = torch.empty(n, _COLUMNS + steps * clients[0].size, dtype=torch.int64, device="cpu")
+        inputs = torch.empty(n, columns + steps * clients[0].size, dtype=torch.int64, device="cpu")
         inputs[:count, 0] = inputs[:count, 1] = torch.tensor([client.slot for client in clients], device="cpu")
-        inputs[:count, _COLUMNS:] = next_indices(clients, steps)
+        if columns > 2:
+            inputs[:count, 2:columns] = keys_of(clients, steps)
+        inputs[:count, columns:] = next_indices(clients, steps)
         inputs[count:] = inputs[0]
         inputs[count:, 1] = self.slots
         return inputs

@@ -26,6 +26,7 @@ from fastsam.fed.executors.stacked_client import (
     are_neighbours,
     client_error,
     gather_samples,
+    keys_of,
     next_indices,
     results_of,
     rows_to_keep,
@@ -199,14 +200,24 @@ class Vmap(Executor):
         excluded because their own batch raises."""
         if self.setup.population.clients.store is not None and clients[0].batches is None:
             samples = clients[0].samples
-            return clients, gather_samples(samples, to_device(next_indices(clients), samples[0].device))
+            batch = gather_samples(samples, to_device(next_indices(clients), samples[0].device))
+            return clients, self.with_keys(clients, batch)
         batches = {}
         for client in clients:
             try:
                 batches[client] = client.next_batch()
             except Exception as error:
                 self.leave_out([client], client.error_of(error))
-        return list(batches), tuple(map(torch.stack, zip(*batches.values(), strict=True)))
+        return list(batches), self.with_keys(
+            list(batches), tuple(map(torch.stack, zip(*batches.values(), strict=True)))
+        )
+
+    def with_keys(self, clients: Group, batch: Tensors) -> Tensors:
+        """Return a batch of clients with the seeds of what their next steps draw, if the model draws."""
+        if not self.passes.draws or not clients:
+            return batch
+        keys = to_device(keys_of(clients), self.setup.device)
+        return (*batch, keys.expand(-1, batch[0].shape[1]))
 
     def _local_step(self, clients: Group, rows: Rows, batch: Tensors) -> StackedStep:
         """Take a step of the clients' rows on the device on a batch, each `[rows, batch, ...]`. Add up the losses, and

@@ -18,6 +18,7 @@ from fastsam.fed.clients.samples import fill_tree, tensors_of
 from fastsam.fed.executors import stacked
 from fastsam.fed.executors.gradient_passes import ModelPasses
 from fastsam.fed.executors.slow_calls import SlowCalls
+from fastsam.fed.executors.stacked_dropout import StackedDropout
 from fastsam.fed.loop.trial import try_model
 from tests.helpers.places import ROOT
 from tests.helpers.setups import setup_of
@@ -118,13 +119,16 @@ def measure(case: Case) -> tuple[str, float]:
     calls = SlowCalls()
     batch, template = tensors_of(trial.example), population.clients.template
     batches = [batch, tuple(t.flip(0) for t in batch)]
+    seeds = torch.tensor([3, 4])
+    keys = [] if setup.draws is None else [seeds[:, None].expand(-1, len(batch[0]))]
     losses, gradients = stacked.StackedPasses(replica, setup.layout, setup, calls).plain(
-        rows, *(torch.stack(parts) for parts in zip(*batches, strict=True))
+        rows, *(torch.stack(parts) for parts in zip(*batches, strict=True)), *keys
     )
     difference, plain = 0.0, ModelPasses(replica, setup.layout, setup.loss)
     for row, batch in enumerate(batches):
         replica.row.copy_(rows.z[row])
-        row_loss, row_gradients = plain.run(*fill_tree(template, batch))
+        with StackedDropout(seeds[row]):
+            row_loss, row_gradients = plain.run(*fill_tree(template, batch))
         pairs = zip([losses, *gradients.tensors], [row_loss, *row_gradients.tensors], strict=True)
         difference = max(difference, *(float((a[row] - b).abs().max()) for a, b in pairs))
     return "once per client" if calls.names else "served", difference

@@ -104,7 +104,6 @@ class Branches(nn.Module):
 @pytest.mark.parametrize(
     ("model", "words", "options"),
     [
-        (lambda: nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.5), nn.Linear(8, 3)), "draws random numbers", {}),
         (lambda: nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 3)), "BatchNorm", {"buffers": "keep"}),
         (Branches, "torch.vmap cannot map.*data-dependent control flow", {}),
     ],

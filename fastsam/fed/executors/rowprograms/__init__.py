@@ -29,8 +29,8 @@ FORMLESS = frozenset(
 
 def maker(setup: Setup) -> Callable[[Graph, Sequence[int]], RowPass | None] | None:
     """Return a function that makes a row program of a recorded pass and the parameters of its gradients (see
-    `row_pass`), or None if there are no row programs."""
-    if not ops.has_row_programs(setup.device, setup.dtype, backend=setup.backend):
+    `row_pass`), or None if there are no row programs. They draw no random numbers."""
+    if setup.draws is not None or not ops.has_row_programs(setup.device, setup.dtype, backend=setup.backend):
         return None
     return partial(row_pass, setup.layout, setup.device)
 

@@ -55,8 +55,10 @@ class MemoryPlan:
             strides = t.expand(list(shape)).stride()
         except RuntimeError:
             raise NoFormError("shapes that are not broadcast") from None
-        row_stride = 0 if tensor_input is not None and tensor_input.one else place.tensor.stride(0)
-        is_shared = strides[0] == t.stride(0) and "constant" in root(node).meta and _rows_are_alike(place.tensor)
+        is_one = place.tensor.dim() == 0 or (tensor_input is not None and tensor_input.one)
+        row_stride = 0 if is_one else place.tensor.stride(0)
+        has_rows = t.dim() > 0 and strides[0] == t.stride(0)
+        is_shared = has_rows and "constant" in root(node).meta and _rows_are_alike(place.tensor)
         if not (strides[0] == row_stride or is_shared) or (tensor_input is not None and tensor_input.labels):
             raise NoFormError("rows that overlap, or labels as numbers")
         return RowOperand(place.base, _offset(place, t), strides[1:])
