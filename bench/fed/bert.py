@@ -1,12 +1,14 @@
 """Clients with a small BERT of transformers, adapters of peft, AdamW, and batches of dicts with masks.
 
-Clients, cohort and sizes are the workload's. The model "bert:16x32" has batches of 16 texts of 4 to 32 words. The other
-simulators do not take such clients. The module is imported only if transformers and peft are installed.
+Clients, cohort and sizes are the workload's. The model "bert:16x32" has batches of 16 texts of 4 to 32 words, and
+"bert:16x32x256" is 256 wide. The other simulators do not take such clients. The module is imported only if transformers
+and peft are installed.
 """
 
 import random
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -24,25 +26,26 @@ with suppress(PackageError):
 from peft import LoraConfig, get_peft_model
 from transformers import BertConfig, BertForSequenceClassification
 
-VOCABULARY, WIDTH, RANK, LR = 1000, 64, 4, 1e-2
+VOCABULARY, WIDTH, HEAD, RANK, LR = 1000, 64, 32, 4, 1e-2
 TYPICAL = 20  # words of a class, which are half of its texts
 
 Batch = dict[str, Tensor]
 LOSS = fed.BatchLoss(lambda model, batch: model(**batch).loss)
 
 
-def shape(workload: Workload) -> tuple[int, int]:
-    """Return the number of texts in a batch, and of words in the longest texts."""
-    texts, _, words = workload.model.partition(":")[2].partition("x")
-    return int(texts), int(words)
+def shape(workload: Workload) -> tuple[int, int, int]:
+    """Return the number of texts in a batch, of words in the longest texts, and the width of the model."""
+    texts, words, *width = map(int, workload.model.partition(":")[2].split("x"))
+    return texts, words, *(width or [WIDTH])
 
 
 def make_model(workload: Workload) -> nn.Module:
-    """Return a BERT of two layers, 64 wide, without dropout. Adapters of query and value, and the classifier, train."""
+    """Return a BERT of two layers without dropout. Adapters of query and value, and the classifier, train."""
     torch.manual_seed(0)
+    _, words, width = shape(workload)
     config = BertConfig(
-        vocab_size=VOCABULARY, hidden_size=WIDTH, num_hidden_layers=2, num_attention_heads=2,
-        intermediate_size=2 * WIDTH, max_position_embeddings=shape(workload)[1], num_labels=CLASSES,
+        vocab_size=VOCABULARY, hidden_size=width, num_hidden_layers=2, num_attention_heads=width // HEAD,
+        intermediate_size=2 * width, max_position_embeddings=words, num_labels=CLASSES,
         hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
     )  # fmt: skip
     lora = LoraConfig(task_type="SEQ_CLS", r=RANK, target_modules=["query", "value"])
@@ -67,10 +70,10 @@ def clients(workload: Workload) -> list[Batch]:
 
 
 def train(workload: Workload, rounds: int, tick: Callable[[], None], option: str) -> nn.Module:
-    """Train and return the model. `option` is "bare", or an executor, or "plain-" and an executor."""
+    """Train and return the model. `option` is "bare", "captured", or an executor, or "plain-" and an executor."""
     model, data = make_model(workload), clients(workload)
-    if option == "bare":
-        return bare(model, data, workload, rounds, tick)
+    if option in ("bare", "captured"):
+        return bare(model, data, workload, rounds, tick, Captured if option == "captured" else Bare)
     if option.startswith("plain-"):
         plain.hide_kernels()
     algorithm, batch_size = fed.algorithms.registry[workload.algorithm](), shape(workload)[0]
@@ -81,20 +84,85 @@ def train(workload: Workload, rounds: int, tick: Callable[[], None], option: str
     ).model  # fmt: skip
 
 
-def bare(model: nn.Module, data: list[Batch], workload: Workload, rounds: int, tick: Callable[[], None]) -> nn.Module:
-    """Train with the loop that one writes without a library, with torch's fused AdamW."""
+class Bare:
+    """The steps of a client in the loop that one writes without a library, with torch's fused AdamW."""
+
+    def __init__(self, model: nn.Module, weights: list[nn.Parameter], is_sharp: bool) -> None:
+        self.model, self.weights, self.is_sharp = model, weights, is_sharp
+        self.optimizer = self.new_optimizer()
+
+    def new_optimizer(self) -> torch.optim.AdamW:
+        return torch.optim.AdamW(self.weights, lr=LR, fused=True)
+
+    def begin(self, start: list[Tensor]) -> None:
+        """Begin a client at these weights."""
+        load(self.weights, start)
+        self.optimizer = self.new_optimizer()
+
+    def step(self, batch: Batch) -> None:
+        """Take a step on a batch."""
+        gradients(self.model, self.weights, batch)
+        if self.is_sharp:
+            second_gradients(self.model, self.weights, batch)
+        self.optimizer.step()
+
+
+class Captured(Bare):
+    """The same steps, each sort of batch captured as a CUDA graph when it comes for the second time."""
+
+    def __init__(self, model: nn.Module, weights: list[nn.Parameter], is_sharp: bool) -> None:
+        super().__init__(model, weights, is_sharp)
+        self._graphs: dict[int, tuple[Callable[[], None], Batch] | None] = {}  # by the number of texts
+
+    def new_optimizer(self) -> torch.optim.AdamW:
+        return torch.optim.AdamW(self.weights, lr=LR, fused=True, capturable=self.weights[0].is_cuda)
+
+    def begin(self, start: list[Tensor]) -> None:
+        """Begin a client. Graphs hold the addresses of the optimizer's state, which stays."""
+        load(self.weights, start)
+        for state in self.optimizer.state.values():
+            for tensor in state.values():
+                tensor.zero_()
+
+    def step(self, batch: Batch) -> None:
+        """Take a step on a batch, by a replay if there is one."""
+        size = len(batch["labels"])
+        if size in self._graphs and self._graphs[size] is None:
+            self._graphs[size] = self._capture(batch)
+        graph = self._graphs.setdefault(size, None)
+        if graph is None:
+            super().step(batch)
+            return
+        replay, fixed = graph
+        for name, tensor in batch.items():
+            fixed[name].copy_(tensor)
+        replay()
+
+    def _capture(self, batch: Batch) -> tuple[Callable[[], None], Batch]:
+        fixed = {name: tensor.clone() for name, tensor in batch.items()}
+        work = partial(super().step, fixed)
+        if not self.weights[0].is_cuda:
+            return work, fixed
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            work()
+        return graph.replay, fixed
+
+
+def bare(
+    model: nn.Module, data: list[Batch], workload: Workload, rounds: int, tick: Callable[[], None],
+    kind: type[Bare] = Bare,
+) -> nn.Module:  # fmt: skip
+    """Train without a library, with steps of a kind."""
     weights = [p for p in model.parameters() if p.requires_grad]
+    steps = kind(model, weights, workload.algorithm == "fedsam")
     for _ in range(rounds):
         start = [w.detach().clone() for w in weights]
         mean = [torch.zeros_like(w) for w in start]
         for i in random.sample(range(workload.clients), workload.cohort):
-            load(weights, start)
-            optimizer = torch.optim.AdamW(weights, lr=LR, fused=True)
+            steps.begin(start)
             for batch in batches(data[i], shape(workload)[0]):
-                gradients(model, weights, batch)
-                if workload.algorithm == "fedsam":
-                    second_gradients(model, weights, batch)
-                optimizer.step()
+                steps.step(batch)
             for m, w in zip(mean, weights, strict=True):
                 m.add_(w.detach(), alpha=1 / workload.cohort)
         load(weights, mean)

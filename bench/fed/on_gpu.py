@@ -28,8 +28,14 @@ TABLE8 = ("fedlesam", "fedavg", "fedsam", "mofedsam", "fedgamma", "fedsmoo", "fe
 CLIENTS = (100, 20, 8)
 STREAMS = 31  # torch deals out 32 in turn, and more slots would share streams
 CONNECTIONS = {"CUDA_DEVICE_MAX_CONNECTIONS": "32"}  # a queue of the device for each stream
-BARE, JAX = "bare loop", "jax"
-TEXTS = "bert:16x32"  # 16 texts in a batch, of up to 32 words
+BARE, CAPTURED, JAX = "bare loop", "captured loop", "jax"
+WORDS, WIDTH, TEXTS, COHORT = 32, 64, 16, 20  # of a BERT: longest text, width, texts in a batch, clients
+# The curves of a BERT: a point has the width, the texts in a batch, and the clients. The middle is in all of them.
+CURVES = {
+    "width": [(width, TEXTS, COHORT) for width in (WIDTH, 256, 768)],
+    "clients": [(WIDTH, TEXTS, n) for n in (8, COHORT, 100)],
+    "texts in a batch": [(WIDTH, texts, COHORT) for texts in (4, TEXTS, 32)],
+}
 MEMORY = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}  # JAX would take most of the device's memory, and torch has some
 TO_START = 10.0  # s that a process takes to import torch and to prepare the device
 SHARE = 3  # a measurement may take so many times the average share of its job's time
@@ -80,17 +86,27 @@ def table8(device: str, executor: str) -> Iterator[Item]:
 
 
 def transformers(device: str, executor: str) -> Iterator[Item]:
-    """Yield a round of 20 clients with a small BERT with adapters (bench/fed/bert.py)."""
+    """Yield rounds of clients with a BERT with adapters (bench/fed/bert.py), equal and unequal, along `CURVES`. Where
+    computing takes all the time, nobody gains."""
     from bench.fed import bert
 
-    n, option = 20, "bare" if executor == BARE else executor
-    load = Workload(TEXTS, clients=n, cohort=n, device=device, slots=executor_options(executor, n).get("slots"))
+    option = {BARE: "bare", CAPTURED: "captured"}.get(executor, executor)
+    known: dict[Workload, Figures] = {}
 
-    def train(tick: Tick) -> None:
+    def train(load: Workload, tick: Tick) -> None:
         with repeatable(torch.device(device)):
             bert.train(load, MAX_ROUNDS, tick, option)
 
-    yield "gpu", "BERT with LoRA, fedavg", executor, n, partial(time_rounds, device, train)
+    def time_once(load: Workload, seconds: float) -> Figures:
+        if load not in known:
+            known[load] = time_rounds(device, partial(train, load), seconds)
+        return known[load]
+
+    for sizes, (axis, points) in product(("unequal", "equal"), CURVES.items()):
+        for width, texts, n in points:
+            slots, place = executor_options(executor, n).get("slots"), dict(zip(CURVES, (width, n, texts), strict=True))
+            load = Workload(f"bert:{texts}x{WORDS}x{width}", "fedavg", n, n, sizes, device, slots)
+            yield "gpu", f"BERT with LoRA, {sizes}, by {axis}", executor, place[axis], partial(time_once, load)
 
 
 def table8_data(device: str) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -109,7 +125,8 @@ def jobs(device: str) -> dict[str, Callable[[], Iterator[Item]]]:
     table: dict[str, Callable[[], Iterator[Item]]] = {f"{m} {e}": partial(by_clients, device, m, e) for m, e in pairs}
     table |= {f"table 8 {e}": partial(table8, device, e) for e in (BARE, *executors)}
     if all(map(importlib.util.find_spec, ("transformers", "peft"))):
-        table |= {f"transformers {e}": partial(transformers, device, e) for e in (BARE, *executors)}
+        contenders = (BARE, CAPTURED, *executors) if device == "cuda" else (BARE, *executors)
+        table |= {f"transformers {e}": partial(transformers, device, e) for e in contenders}
     return table
 
 
@@ -120,7 +137,7 @@ def measure(items: Iterator[Item], end: float) -> Iterator[dict[str, Any]]:
         row: Figures = {
             "name": f"{executor}, {value}",
             "title": executor,
-            "ours": executor not in OTHERS,
+            "ours": executor not in (*OTHERS, CAPTURED),
             "executor": executor,
             "at": value,
         }

@@ -20,7 +20,7 @@ def test_the_plain_loop_takes_the_steps_of_a_run(algorithm: str) -> None:
 
     load = Workload("bert:120x8", algorithm, clients=3, cohort=3, sizes="unequal")
     start = bert.make_model(load)
-    plain, *ours = (bert.train(load, 2, int, option) for option in ("bare", "sequential", "vmap"))
+    plain, *ours = (bert.train(load, 2, int, option) for option in ("bare", "captured", "sequential", "vmap"))
     for name, p in plain.named_parameters():
         moved = not torch.equal(p, start.get_parameter(name))
         assert moved is p.requires_grad
@@ -29,11 +29,16 @@ def test_the_plain_loop_takes_the_steps_of_a_run(algorithm: str) -> None:
     assert bert.loss_of(load, plain) < bert.loss_of(load, start)
 
 
-def test_a_device_times_steady_rounds_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_device_times_steady_rounds_along_curves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A point of two curves is measured once."""
     from bench.fed import on_gpu
 
-    monkeypatch.setattr(on_gpu, "TEXTS", "bert:64x8")
-    for contender in ("bare loop", "sequential", "vmap"):
-        (case,) = on_gpu.measure(on_gpu.jobs("cpu")[f"transformers {contender}"](), time.monotonic() + 120)
-        (row,) = case["rows"]
-        assert (row["executor"], row["ours"], len(row["times"])) == (contender, contender != "bare loop", 10), row
+    curves = {"width": [(32, 64, 3), (64, 64, 3)], "clients": [(32, 64, 3)], "texts in a batch": [(32, 16, 3)]}
+    monkeypatch.setattr(on_gpu, "CURVES", curves)
+    for contender in ("bare loop", "captured loop", "sequential", "vmap"):
+        cases = list(on_gpu.measure(on_gpu.transformers("cpu", contender), time.monotonic() + 300))
+        rows = {case["title"]: row for case in cases for row in case["rows"]}
+        assert len(cases) == 8 and {title.rpartition(" by ")[2] for title in rows} == set(curves)
+        assert all(len(row["times"]) == 10 and row["ours"] == ("loop" not in contender) for row in rows.values()), rows
+        of_width = next(case["rows"][0] for case in cases if case["rows"][0]["at"] == 32)
+        assert of_width["times"] == rows["BERT with LoRA, unequal, by clients"]["times"]
