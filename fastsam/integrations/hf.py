@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from contextlib import nullcontext
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any
@@ -21,12 +22,14 @@ if TYPE_CHECKING:
 
 # Keywords of optimizers that choose their parameters themselves (GaLore, LOMO).
 OWN_PARAMETERS = ("params", "model", "optimizer_dict")
+COUNTED = ("_metrics", "_total_train_tokens")  # what trainers of TRL count in `compute_loss`
 
 
 class SAMTrainerMixin(Base):
     """Mixin that makes a trainer of transformers take both passes of a SAM step.
 
-    `SAMTrainer` combines it with `Trainer`. For another trainer, write `class Mine(SAMTrainerMixin, Seq2SeqTrainer)`.
+    `SAMTrainer` combines it with `Trainer`. For another trainer, write `class Mine(SAMTrainerMixin, Seq2SeqTrainer)`,
+    or `SFTTrainer` of TRL, whose metrics then count the first pass.
 
     After the last micro-batch of a step, the weights move to the perturbed point and every micro-batch runs again. The
     second pass leaves running statistics as they are. The trainer clips the gradient of the second pass and logs its
@@ -128,10 +131,13 @@ class SAMTrainerMixin(Base):
         return super()._finalize_training(*arguments)
 
     def _pass_again(self, model: nn.Module, batches: list[tuple[Any, Any]]) -> None:
-        """Compute the gradients at the perturbed point. Several processes average them after the last micro-batch."""
+        """Compute the gradients at the perturbed point. Several processes average them after the last micro-batch. What
+        a trainer counts in its passes stays as the first pass left it."""
+        counted = {name: copy.deepcopy(getattr(self, name)) for name in COUNTED if hasattr(self, name)}
         for number, (inputs, count) in enumerate(batches, 1):
             with nullcontext() if number == len(batches) else self.accelerator.no_sync(model=model):
                 super().training_step(model, inputs, count)
+        vars(self).update(counted)
 
 
 def __getattr__(name: str) -> Any:

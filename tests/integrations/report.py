@@ -17,6 +17,7 @@ PACKAGES: dict[
     "Lightning": "lightning",
     "timm": "timm",
     "peft": "peft",
+    "TRL": "trl",
     "skorch": "skorch",
     "Flower": "flwr",
     "Opacus": "opacus",
