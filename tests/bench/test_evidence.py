@@ -95,15 +95,18 @@ def test_a_start_at_the_end_is_sgd() -> None:
 
 
 def test_a_page_shows_differences_and_curves() -> None:
-    """Means of 0.5 and 0.7; the differences of SAM's two seeds are 20 and 10 points. A task may lack a method."""
+    """Means of 0.5 and 0.7; the differences of SAM's two seeds are 20 and 10 points. A task may lack a method. Tasks of
+    a model are next to each other, by their wrong labels."""
     rows = [{"name": n, "steps": {"accuracy": a, "mean": sum(a) / 2}} for n, a in (("SGD", [0.4, 0.6]),
             ("SAM", [0.6, 0.7]))]  # fmt: skip
     points = [{"name": f"rho {v:g}", "value": v, "steps": {"mean": v}} for v in (0.1, 0.25)]
     cases = [
-        {"part": "methods", "title": "MLP", "rows": rows},
-        {"part": "methods", "title": "CNN", "rows": rows[:1]},
+        {"part": "methods", "title": "MLP, 40 % wrong", "noise": 0.4, "rows": rows},
+        {"part": "methods", "title": "CNN, right labels", "noise": 0.0, "rows": rows[:1]},
+        {"part": "methods", "title": "MLP, right labels", "noise": 0.0, "rows": rows[:1]},
         {"part": "rho", "title": "MLP", "rows": points},
     ]
     page = "\n".join(tables(cases))
-    assert "| `SGD` | 50.0 | 50.0 |\n| `SAM` | 65.0, **+15.0 ± 5.0** | - |" in page
+    assert "| | MLP, right labels | MLP, 40 % wrong | CNN, right labels |" in page
+    assert "| `SGD` | 50.0 | 50.0 | 50.0 |\n| `SAM` | - | 65.0, **+15.0 ± 5.0** | - |" in page
     assert "| | 0.1 | 0.25 |" in page and "| MLP | 10.0 | 25.0 |" in page
