@@ -105,18 +105,19 @@ class Task:
         return (x, torch.where(is_wrong, (y + torch.randint(1, CLASSES, y.shape, generator=rng)) % CLASSES, y)), test
 
 
-KINDS: tuple[tuple[str, Callable[[], tuple[Pair, Pair]], Callable[[], nn.Module], dict[str, int]], ...] = (
-    ("MLP", series, mlp, {}),
-    ("CNN", series, cnn, {"steps": 1500, "seeds": 5, "tuning_seeds": 1}),
-    ("GRU", series, Gru, {"steps": 1000, "seeds": 3, "tuning_seeds": 1}),
-    ("MNIST", images, strided_cnn, {"train": 500, "steps": 300, "batch": 32, "tuning_seeds": 6}),
+KINDS: Sequence[tuple[Any, ...]] = (  # name, samples, model, percentages of wrong labels, numbers of `Task`
+    ("MLP", series, mlp, (0, 20, 40), {}),
+    ("CNN", series, cnn, (0, 20, 40), {"steps": 1500, "seeds": 5, "tuning_seeds": 1}),
+    ("GRU", series, Gru, (0,), {"steps": 1000, "seeds": 3, "tuning_seeds": 1}),
+    # MNIST with wrong labels would flatter SAM: the rate that tuning chooses for SGD fails with half of the seeds.
+    ("MNIST", images, strided_cnn, (0,), {"train": 500, "steps": 300, "batch": 32, "tuning_seeds": 6}),
 )
 TASKS = {
     f"{name.lower()}-{percent}": Task(
         f"{name}, {f'{percent} % wrong' if percent else 'right labels'}", load, model, percent / 100, **numbers
     )
-    for name, load, model, numbers in KINDS
-    for percent in ((0,) if name == "GRU" else (0, 20, 40))
+    for name, load, model, percents, numbers in KINDS
+    for percent in percents
 }
 
 

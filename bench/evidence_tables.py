@@ -42,7 +42,10 @@ def tables(cases: Sequence[Record]) -> Iterator[str]:
 
 
 def _differences(tasks: Sequence[Record], baseline: str) -> str:
-    """Return a row for each method, the baseline first, and tasks across; a task may lack methods."""
+    """Return a row for each method, the baseline first, and tasks across, by their models and wrong labels; a task may
+    lack methods."""
+    models = [task["title"].partition(",")[0] for task in tasks]
+    tasks = sorted(tasks, key=lambda task: (models.index(task["title"].partition(",")[0]), task["noise"]))
     columns = [{row["name"]: row["steps"]["accuracy"] for row in task["rows"]} for task in tasks]
     names = dict.fromkeys([baseline, *(name for column in columns for name in column)])
     rows = [[f"`{name}`", *(_cell(column, name, baseline) for column in columns)] for name in names]

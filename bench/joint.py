@@ -102,9 +102,9 @@ def _shares_no_row(case: Record, cases: Sequence[Record]) -> bool:
 
 
 def line(case: Record, figure: Figure) -> str:
-    """Return a case as an item of a list: its title, then each contender with its figure."""
+    """Return a case as an item of a list: its title, then each contender that was measured, with its figure."""
     values = [(shown(row.get("title", row["name"])), _cell(row, figure)) for row in case["rows"]]
-    return f"- {shown(case['title'])}: {'; '.join(f'{title} {value}' for title, value in values)}"
+    return f"- {shown(case['title'])}: {'; '.join(f'{title} {value}' for title, value in values if value != NONE)}"
 
 
 def table(cases: Sequence[Record], figure: Figure) -> Table:

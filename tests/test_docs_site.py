@@ -235,15 +235,35 @@ def test_it_is_made_without_a_warning(site: Path) -> None:
     assert 'class="math' in (site / "docs" / "algorithms.html").read_text()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("query", ["clipping", "resume", "dropout", "LoRA", "BatchNorm"])
-def test_a_search_shows_the_users_pages_first(site: Path, conf: ModuleType, query: str) -> None:
-    """By the site's own script and index."""
+def found(site: Path, query: str) -> list[str]:
+    """Return the pages that a search finds, best first, by the site's own script and index."""
     if shutil.which("node") is None:
         pytest.skip("no node, which runs the script of the search")
     script = ROOT / "tests" / "helpers" / "search.js"
     process = subprocess.run(["node", str(script), str(site), query], capture_output=True, text=True, check=True)
-    results = json.loads(process.stdout)
+    result: list[str] = json.loads(process.stdout)
+    return result
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("query", "page"),
+    [
+        ("several GPUs", "docs/fused_sam"),
+        ("per-client accuracy", "docs/data"),
+        ("learning rate over rounds", "docs/federated"),
+        ("how fast on my GPU", "docs/benchmarks"),
+        ("how to cite", "docs/index"),
+    ],
+)
+def test_the_words_of_a_reader_find_the_page(site: Path, query: str, page: str) -> None:
+    assert page in found(site, query)[:3]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("query", ["clipping", "resume", "dropout", "LoRA", "BatchNorm"])
+def test_a_search_shows_the_users_pages_first(site: Path, conf: ModuleType, query: str) -> None:
+    results = found(site, query)
     num_user_pages = next((n for n, page in enumerate(results) if page in internal(conf)), len(results))
     assert num_user_pages >= 3 and not [page for page in results[num_user_pages:] if page not in internal(conf)], (
         results

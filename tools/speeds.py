@@ -135,6 +135,7 @@ def gpu_round_bars() -> Bars:
 def accuracy_bars() -> Bars:
     """Return the test accuracy in percent on MNIST-1D by fraction of wrong labels and method, of the MLP."""
     cases = [case for case in _cases("evidence") if case["part"] == "methods" and case["name"].startswith("mlp")]
+    cases.sort(key=lambda case: case["noise"])
     return {case["title"]: {row["name"]: 100 * row["steps"]["mean"] for row in case["rows"]} for case in cases}
 
 

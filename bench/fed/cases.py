@@ -24,17 +24,22 @@ from bench.fed.worker import APART
 from bench.fed.workload import DIGITS, Workload
 from fastsam import fed
 
-ROUNDS = {"mlp": 30, "cnn": 2, "bert": 2}  # rounds of a chunk, half a second or more for most contenders
-LONGER = 10  # factor on the MLP's rounds for contenders with rounds of one or two milliseconds
+ROUNDS = {"mlp": 30, "gelu": 30, "cnn": 2, "bert": 2}  # rounds of a chunk, half a second or more for most contenders
+LONGER = 10  # factor on the MLPs' rounds for contenders with rounds of one or two milliseconds
 SHORTER = {("mlp", "flower"): 0.1}  # a round of Flower takes 400 times as long
 CHUNKS = 12  # turns that each contender takes
-PLAIN_EXECUTOR = {"mlp": "vmap", "cnn": "sequential"}  # the better executor of a plain install on one core
+PLAIN_EXECUTOR = {
+    "mlp": "vmap",
+    "gelu": "vmap",
+    "cnn": "sequential",
+}  # the better executor of a plain install on one core
 SIZES = {"unequal": "unequal clients", "digits": "digits, alpha 0.3", "equal": "equal clients"}
+TITLES = {"mlp": "MLP", "cnn": "CNN", "gelu": "MLP with LayerNorm and GELU"}
 MODELS, ALGORITHMS = ("mlp", "cnn"), ("fedavg", "fedsam")
 RACES = {  # by number of cores: sizes of the clients, model, algorithm
     1: [
         *itertools.product(["unequal"], MODELS, ALGORITHMS), ("digits", "mlp", "fedavg"),
-        *itertools.product(["equal"], MODELS, ["fedavg"]),
+        *itertools.product(["equal"], MODELS, ["fedavg"]), ("unequal", "gelu", "fedavg"),
     ],
     2: [*itertools.product(["unequal"], MODELS, ALGORITHMS)],
 }  # fmt: skip
@@ -78,9 +83,10 @@ def speed(options: Options) -> Iterator[Case]:
         for sizes, model, algorithm in RACES[num_cores]:
             load = Workload(model, algorithm, sizes=sizes)
             peers = {name: p for name, p in options.peers.items() if algorithm == "fedavg" or name in WITH_SAM}
+            peers = peers if model in MODELS else {}
             rounds = max(1, ROUNDS[model] // (10 if options.quick else 1))
             turns = (options.number(CHUNKS, 3), rounds)
-            title = f"{model.upper()}, {SIZES[sizes]}, {algorithm}"
+            title = f"{TITLES[model]}, {SIZES[sizes]}, {algorithm}"
             yield from _race(options, f"speed-{num_cores}", title, make_entries(load, peers), *turns)
 
 
@@ -134,7 +140,7 @@ def entries_of_two_cores(load: Workload, peers: Mapping[str, str]) -> list[Entry
 
 
 def _longer(load: Workload, executor: str) -> float:
-    return LONGER if load.model == "mlp" and executor in ("vmap", "auto") else 1
+    return LONGER if load.model != "cnn" and executor in ("vmap", "auto") else 1
 
 
 def _peer(load: Workload, name: str, python: str) -> Entry:

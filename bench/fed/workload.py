@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 CLASSES, SAMPLES, BATCH, LR, RHO = 10, 64, 16, 0.1, 0.05
-SHAPES = {"mlp": (64,), "cnn": (1, 28, 28)}
+SHAPES = {"mlp": (64,), "gelu": (64,), "cnn": (1, 28, 28)}
 FEWEST, MOST = 8, 120  # samples of a client with `sizes="unequal"`; the mean is 64, as for equal clients
 DIGITS = Path("build/bench/digits.npz")  # written by `write_digits`, because other environments lack the data set
 
@@ -23,6 +23,11 @@ DIGITS = Path("build/bench/digits.npz")  # written by `write_digits`, because ot
 def mlp(width: int = 32) -> nn.Module:
     """Return the MLP 64-width-10."""
     return nn.Sequential(nn.Linear(64, width), nn.ReLU(), nn.Linear(width, CLASSES))
+
+
+def gelu() -> nn.Module:
+    """Return the MLP 64-32-10 with LayerNorm and GELU."""
+    return nn.Sequential(nn.Linear(64, 32), nn.LayerNorm(32), nn.GELU(), nn.Linear(32, CLASSES))
 
 
 def cnn() -> nn.Module:
@@ -37,7 +42,7 @@ def cnn() -> nn.Module:
 class Workload:
     """A federated workload. Only our executors use `slots`, `epochs`, `lr` and `options` (pairs for `fed.run`).
 
-    `model` is "cnn", "mlp" or "mlp:WIDTH"; `cohort` is the number of clients in a round. `sizes` is
+    `model` is "cnn", "gelu", "mlp" or "mlp:WIDTH"; `cohort` is the number of clients in a round. `sizes` is
     "equal", "unequal" or "digits" (of an MLP). The other simulators use the CPU as `device`.
     """
 
@@ -59,8 +64,9 @@ class Workload:
     def make_model(self) -> nn.Module:
         """Return the model with the initial weights that all contenders share."""
         torch.manual_seed(0)
-        width = self.model.partition(":")[2]
-        return (cnn() if self.model == "cnn" else mlp(int(width or 32))).to(self.device)
+        name, _, width = self.model.partition(":")
+        model = {"cnn": cnn, "gelu": gelu}[name]() if name != "mlp" else mlp(int(width or 32))
+        return model.to(self.device)
 
     def data(self) -> list[tuple[np.ndarray, np.ndarray]]:
         """Return per client float32 inputs and int64 labels: a prototype per class, and noise, or digits."""

@@ -180,10 +180,10 @@ void rowwise_steps_cuda(const StepsCall& call) {
   args.hparams = update.problem.hparams;
   args.sumsq = steps.norm.sumsq, args.sumsq_v = update.sumsq, args.losses = steps.losses;
   args.failures = steps.failures, args.work = steps.work;
-  args.x = static_cast<const float*>(call.x.data_ptr()), args.y = static_cast<const int64_t*>(call.y.data_ptr());
+  args.x = static_cast<const int*>(call.x.data_ptr()), args.y = static_cast<const int64_t*>(call.y.data_ptr());
   args.sample_indices = static_cast<const int64_t*>(call.sample_indices.data_ptr());
   args.num_indices = call.sample_indices.size(0), args.samples = call.y.size(0);
-  args.features = static_cast<int>(steps.features), args.batch = static_cast<int>(call.batch);
+  args.words = static_cast<int>(steps.words), args.batch = static_cast<int>(call.batch);
   set_segments(args, update.problem);
   set_forms(args, steps, held_programs);
   run("rowwise_steps_", args, rule_of(call), held_programs, call.params);

@@ -194,6 +194,36 @@ __device__ __forceinline__ void by_classes(const RowOp& op, const RowPlaces& at)
   }
 }
 
+// ---- tables: sizes outer, middle, count, inner; see csrc/rowprograms/loops.h ----
+
+// An entry or, backward, a column of the table's gradient in one thread, which adds up in the order of the indices. An
+// index outside of the table is a failure; its entry is NaN.
+__device__ __forceinline__ void look_up(const RowOp& op, const RowPlaces& at) {
+  const bool backward = static_cast<Code>(op.code) == Code::look_up_backward;
+  const int middle = op.size[1], count = op.size[2], inner = op.size[3], lookups = op.size[0] * middle;
+  const auto padding = static_cast<int64_t>(bit_cast<float>(op.number));
+  const auto one = [&](int i, int column) {
+    const int o = i / middle, m = i % middle;
+    const auto from = [&](const DeviceOperand& x) { return o * x.stride[0] + m * x.stride[1]; };
+    const int64_t index = at.labels[from(op.b)];
+    const bool wrong = index < 0 || index >= count;
+    if (wrong && at.failure[0] != wrong_sample) at.failure[0] = wrong_index, at.failure[1] = index;
+    if (backward && (wrong || index == padding)) return;
+    const int entry = wrong ? 0 : static_cast<int>(index);
+    float* out = at.out + from(op.out) + entry * op.out.stride[2] + column * op.out.stride[3];
+    const float a = at.a[from(op.a) + entry * op.a.stride[2] + column * op.a.stride[3]];
+    *out = backward ? *out + a : wrong ? nanf("") : a;
+  };
+  if (!backward) {
+    for (int i = threadIdx.x; i < lookups * inner; i += kThreads) one(i / inner, i % inner);
+    return;
+  }
+  for (int column = threadIdx.x; column < inner; column += kThreads) {
+    for (int i = 0; i < count; ++i) at.out[i * op.out.stride[2] + column * op.out.stride[3]] = 0.0f;
+    for (int i = 0; i < lookups; ++i) one(i, column);
+  }
+}
+
 // ---- products: sizes m, k, n ----
 
 // Computes High rows of a column in one thread: sums in the order of k. The rows of b are dense.

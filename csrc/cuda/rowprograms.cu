@@ -89,7 +89,8 @@ __device__ __forceinline__ void pass(const Row& r, float* out) {
     } else {
       at.a = floats(op.a);
     }
-    if (code == Code::nll || code == Code::nll_backward) {
+    const bool is_lookup = code == Code::look_up || code == Code::look_up_backward;
+    if (is_lookup || code == Code::nll || code == Code::nll_backward) {
       at.labels = reinterpret_cast<const int64_t*>(address(op.b, sizeof(int64_t)));
     } else {
       at.b = floats(op.b);
@@ -100,6 +101,8 @@ __device__ __forceinline__ void pass(const Row& r, float* out) {
       sums(op, at);
     } else if (code < Code::is_not) {
       by_classes(op, at);
+    } else if (is_lookup) {
+      look_up(op, at);
     } else {
       elements(op, at);
     }
@@ -110,22 +113,22 @@ __device__ __forceinline__ void pass(const Row& r, float* out) {
 // Copies a batch into the block's memory. An index that is not a sample is a failure.
 __device__ __forceinline__ void gather(const Row& r, const BatchRange& range) {
   const RowsArgs& p = r.p;
-  float* x = r.at<float>(p.memory.x);
+  int* x = r.at<int>(p.memory.x);
   int64_t *y = r.at<int64_t>(p.memory.y), *failure = r.at<int64_t>(p.memory.failure);
   const auto sample_of = [&](int i) {
     const int64_t at = range.begin + i;
     return at >= 0 && at < p.num_indices ? p.sample_indices[at] : -1;
   };
-  const int size = static_cast<int>(range.size);
-  for (int i = threadIdx.x; i < size * p.features; i += kThreads) {
-    const int64_t sample = sample_of(i / p.features);
-    x[i] = sample >= 0 && sample < p.samples ? p.x[sample * p.features + i % p.features] : nanf("");
+  const int size = static_cast<int>(range.size), none = bit_cast<int>(nanf(""));  // no index of a table either
+  for (int i = threadIdx.x; i < size * p.words; i += kThreads) {
+    const int64_t sample = sample_of(i / p.words);
+    x[i] = sample >= 0 && sample < p.samples ? p.x[sample * p.words + i % p.words] : none;
   }
   for (int i = threadIdx.x; i < size; i += kThreads) {
     const int64_t sample = sample_of(i);
     const bool is_sample = sample >= 0 && sample < p.samples;
     y[i] = is_sample ? p.y[sample] : kIgnored;
-    if (!is_sample) failure[0] = wrong_index, failure[1] = sample;
+    if (!is_sample) failure[0] = wrong_sample, failure[1] = sample;
   }
 }
 
@@ -344,7 +347,7 @@ void place_rows(RowsArgs& args, int64_t scratch, int64_t panel) {
   m.first = reserve(row, sizeof(float));
   m.second = reserve(args.two_passes ? row : 0, sizeof(float));
   m.scratch = reserve(scratch, sizeof(float));
-  m.x = reserve(int64_t{args.batch} * args.features, sizeof(float));
+  m.x = reserve(int64_t{args.batch} * args.words, sizeof(float));
   m.y = reserve(args.batch, sizeof(int64_t));
   m.panel = reserve(panel, sizeof(float));
   m.lanes = reserve(kThreads, sizeof(float));

@@ -39,12 +39,12 @@ struct RowsArgs {
   RowsForm form[kMostForms];
   RowsInput input[kMostInputs];  // weights, x, y and the constants of all forms
   RowsSegment segment[kMostSegments];
-  // Training: x [n, features], y [n].
-  const float* x = nullptr;
+  // Training: x [n, words of 4 bytes], y [n].
+  const int* x = nullptr;
   const int64_t *y = nullptr, *sample_indices = nullptr;
   const RowWork* work = nullptr;
   int64_t samples = 0, num_indices = 0, param_rows = 0;
-  int features = 0, batch = 0;
+  int words = 0, batch = 0;
   bool two_passes = false, adaptive = false, keeps_first = false;
   Field params, w, q, shift, start, deltas;
   Field state[kMostState];

@@ -78,6 +78,9 @@ struct Checker {
         return written(in.out, inner) && read(in.a, classes) && labels(in.b, inner);
       case Code::nll_backward:
         return written(in.out, classes) && read(in.a, inner) && labels(in.b, inner);
+      case Code::look_up:
+      case Code::look_up_backward:
+        return written(in.out, all) && read(in.a, all) && labels(in.b, {n[0], n[1], 1, 1});
       case Code::is_not:
         return written(in.out, all) && labels(in.a, all);
       default:  // elementwise, and sum

@@ -98,6 +98,31 @@ inline void is_not(const Instruction& in, Places3 all, const int64_t* labels) {
   }
 }
 
+// Sizes: outer, middle, count, inner; b: indices [outer, middle] of a table [count, inner]. Forward, a is the table and
+// out [outer, middle, inner] its entries. Backward, a is the gradient of the entries, and out the table's: the sums, in
+// the order of the indices. The entry `number` has no gradient. Operands have strides of 0 in their other dimensions.
+inline bool look_up(const Instruction& in, Places3 all, const int64_t* indices, int64_t* wrong) {
+  const int64_t *so = in.out.stride, *sa = in.a.stride, n = in.size[3];
+  const bool backward = in.code == Code::look_up_backward;
+  const auto padding = static_cast<int64_t>(in.number);
+  Instruction line = in;  // one entry; c is what out has
+  std::fill_n(line.size, 3, 1), line.c = in.out;
+  for (int64_t entry = 0; backward && entry < in.size[2]; ++entry) {
+    for (int64_t i = 0; i < n; ++i) all.out[entry * so[2] + i * so[3]] = 0.0f;
+  }
+  for (int64_t o = 0; o < in.size[0]; ++o) {
+    for (int64_t m = 0; m < in.size[1]; ++m) {
+      const int64_t index = indices[o * in.b.stride[0] + m * in.b.stride[1]];
+      if (index < 0 || index >= in.size[2]) return *wrong = index, false;
+      if (backward && index == padding) continue;
+      float* out = all.out + o * so[0] + m * so[1] + index * so[2];
+      const float* a = all.a + o * sa[0] + m * sa[1] + index * sa[2];
+      each(line, Places3{out, a, a, out}, [&](Lanes a, Lanes, Lanes c) { return backward ? c + a : a; });
+    }
+  }
+  return true;
+}
+
 // Sizes: m, k, n. b, `[k, n]`, and the bias c, `[m, n]`.
 inline void matrix_product(const Instruction& in, Places3 at) {
   const Matrix a{at.a, in.a.stride[0], in.a.stride[1]}, b{at.b, in.b.stride[0], in.b.stride[1]};
@@ -122,7 +147,7 @@ inline void elementwise(const Instruction& in, Places3 at) {
 #undef FASTSAM_EACH_ELEMENT
 }
 
-inline bool run_rows(const RowProgramArgs& args, int64_t begin, int64_t end, int64_t* wrong) {
+inline Failure run_rows(const RowProgramArgs& args, int64_t begin, int64_t end, int64_t* wrong) {
   static thread_local std::vector<float> scratch;
   if (static_cast<int64_t>(scratch.size()) < args.program.scratch) scratch.resize(args.program.scratch);
   static const float nothing = 0.0f;
@@ -161,7 +186,11 @@ inline bool run_rows(const RowProgramArgs& args, int64_t begin, int64_t end, int
           break;
         case Code::nll:
         case Code::nll_backward:
-          if (!nll(in, at, static_cast<const int64_t*>(b), in.code == Code::nll_backward, wrong)) return false;
+          if (!nll(in, at, static_cast<const int64_t*>(b), in.code == Code::nll_backward, wrong)) return wrong_label;
+          break;
+        case Code::look_up:
+        case Code::look_up_backward:
+          if (!look_up(in, at, static_cast<const int64_t*>(b), wrong)) return wrong_index;
           break;
         case Code::is_not:
           is_not(in, at, static_cast<const int64_t*>(a));
@@ -171,5 +200,5 @@ inline bool run_rows(const RowProgramArgs& args, int64_t begin, int64_t end, int
       }
     }
   }
-  return true;
+  return no_failure;
 }

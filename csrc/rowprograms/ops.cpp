@@ -36,14 +36,14 @@ Tensor rowwise(int64_t program, const Tensors inputs) {
   for (size_t i = 0; i < inputs.size(); ++i) row_inputs.push_back(input_of(inputs[i], row_program.inputs[i], rows, i));
   const Tensor out = torch::stable::new_empty(inputs[0], {rows, row_program.width});
   const RowProgramArgs args{row_program, row_inputs.data(), static_cast<float*>(out.data_ptr()), row_program.width};
-  std::atomic<bool> failed{false};
-  std::atomic<int64_t> wrong{0};
+  std::atomic<int64_t> failure{no_failure}, wrong{0};
   const auto range = [&](int64_t begin, int64_t end) {
-    int64_t label = 0;
-    if (!run_rows(args, begin, end, &label)) wrong = label, failed = true;
+    int64_t number = 0;
+    if (const Failure why = run_rows(args, begin, end, &number); why != no_failure) wrong = number, failure = why;
   };
   over_rows(rows, row_program.work, range);
-  STD_TORCH_CHECK(!failed, "Target ", wrong.load(), " is out of bounds.");
+  STD_TORCH_CHECK(failure == no_failure, failure == wrong_label ? "Target " : "Index ", wrong.load(),
+                  " is out of bounds.");
   return out;
 }
 

@@ -43,6 +43,8 @@ enum class Code : int64_t {
   multiply_add,
   error_function,
   shift,
+  look_up,
+  look_up_backward,
   count
 };
 
@@ -125,12 +127,14 @@ FASTSAM_HD BatchRange batch_range_of(const RowWork& work, int64_t batch, int64_t
 }
 
 // Why a row did not take all its steps: the first of three words. The others are the label or index, and the step.
-enum Failure : int64_t { no_failure, wrong_label, wrong_index };
+// wrong_sample: an index of samples. wrong_index: an index of a table.
+enum Failure : int64_t { no_failure, wrong_label, wrong_sample, wrong_index };
 constexpr int kFailureWords = 3;
 
 constexpr int64_t kIgnored = -100;  // a label that does not count, torch's default
 
-// Runs the rows [begin, end). Returns false, with the label, if a label is not a class.
-bool run_rows(const RowProgramArgs& args, int64_t begin, int64_t end, int64_t* wrong_label);
+// Runs the rows [begin, end). A label that is not a class and an index outside of its table are failures, with the
+// number in `wrong`.
+Failure run_rows(const RowProgramArgs& args, int64_t begin, int64_t end, int64_t* wrong);
 
 }  // namespace fastsam

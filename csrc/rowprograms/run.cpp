@@ -30,9 +30,9 @@ class WithoutDenormals {
 
 }  // namespace
 
-bool run_rows(const RowProgramArgs& args, int64_t begin, int64_t end, int64_t* wrong_label) {
+Failure run_rows(const RowProgramArgs& args, int64_t begin, int64_t end, int64_t* wrong) {
   const WithoutDenormals guard;
-  FASTSAM_DISPATCH(run_rows, args, begin, end, wrong_label);
+  FASTSAM_DISPATCH(run_rows, args, begin, end, wrong);
 }
 
 }  // namespace fastsam

@@ -6,20 +6,20 @@
 namespace fastsam {
 namespace {
 
-constexpr int64_t kFetched = 256;  // most features of a sample to prefetch; longer samples are fetched by the hardware
+constexpr int64_t kFetched = 256;  // most words of a sample to prefetch; longer samples are fetched by the hardware
 
-// The samples of a call.
+// The samples of a call. words: of 4 bytes, of x of a sample.
 struct Samples {
   const float* x;
   const int64_t *y, *indices;
-  int64_t count, features;
+  int64_t count, words;
 
   // Copies a batch into private memory. Returns false, with the index, if an index is not a sample.
   bool gather(BatchRange range, float* to_x, int64_t* to_y, int64_t* wrong) const {
     for (int64_t i = 0; i < range.size; ++i) {
       const int64_t sample = indices[range.begin + i];
       if (sample < 0 || sample >= count) return *wrong = sample, false;
-      std::memcpy(to_x + i * features, x + sample * features, features * sizeof(float));
+      std::memcpy(to_x + i * words, x + sample * words, words * sizeof(float));
       to_y[i] = y[sample];
     }
     return true;
@@ -27,10 +27,10 @@ struct Samples {
 
   // Prefetches the samples of a batch, whose addresses are random, during the step before it. So they cost no waiting.
   void prefetch(BatchRange range) const {
-    if (features > kFetched) return;
+    if (words > kFetched) return;
     for (int64_t i = 0; i < range.size; ++i) {
-      const float* sample = x + std::clamp<int64_t>(indices[range.begin + i], 0, count - 1) * features;
-      for (int64_t j = 0; j < features; j += 16) __builtin_prefetch(sample + j);
+      const float* sample = x + std::clamp<int64_t>(indices[range.begin + i], 0, count - 1) * words;
+      for (int64_t j = 0; j < words; j += 16) __builtin_prefetch(sample + j);
     }
   }
 };
@@ -68,7 +68,7 @@ class Thread {
       : steps_(steps),
         samples_(samples),
         batch_(batch),
-        memory_{std::vector<float>(batch * samples.features),
+        memory_{std::vector<float>(batch * samples.words),
                 std::vector<float>(steps.width),
                 std::vector<float>(steps.two_passes ? steps.width : 0),
                 std::vector<int64_t>(batch),
@@ -106,24 +106,25 @@ class Thread {
     for (int64_t step = 0; step < work.steps; ++step) {
       const BatchRange range = batch_range_of(work, batch_, step);
       failure[2] = step;
-      if (!samples_.gather(range, memory_.x.data(), memory_.y.data(), &failure[1])) return void(*failure = wrong_index);
+      if (!samples_.gather(range, memory_.x.data(), memory_.y.data(), &failure[1]))
+        return void(*failure = wrong_sample);
       if (step + 1 < work.steps) {
         samples_.prefetch(batch_range_of(work, batch_, step + 1));
       } else if (next != nullptr && next->steps > 0) {
         samples_.prefetch(batch_range_of(*next, batch_, 0));
       }
       const RowForm& form = *by_size_[range.size];
-      if (!pass(form, memory_.first, row, &failure[1])) return void(*failure = wrong_label);
+      if ((*failure = pass(form, memory_.first, row, &failure[1])) != no_failure) return;
       steps_.losses[row] += static_cast<double>(memory_.first[loss]) * range.size;
       if (steps_.two_passes) {
         perturb(row);
-        if (!pass(form, memory_.second, row, &failure[1])) return void(*failure = wrong_label);
+        if ((*failure = pass(form, memory_.second, row, &failure[1])) != no_failure) return;
       }
       update(row);
     }
   }
 
-  bool pass(const RowForm& form, std::vector<float>& out, int64_t row, int64_t* wrong) {
+  Failure pass(const RowForm& form, std::vector<float>& out, int64_t row, int64_t* wrong) {
     return run_rows(RowProgramArgs{*form.program, form.inputs.data(), out.data(), 0}, row, row + 1, wrong);
   }
 
@@ -185,7 +186,7 @@ void run(const StepsCall& call) {
   const RowSteps steps = row_steps(call, program_of);
   check_work(steps, call.sample_indices.size(0), call.batch);
   const Samples samples{static_cast<const float*>(call.x.data_ptr()), static_cast<const int64_t*>(call.y.data_ptr()),
-                        static_cast<const int64_t*>(call.sample_indices.data_ptr()), call.y.size(0), steps.features};
+                        static_cast<const int64_t*>(call.sample_indices.data_ptr()), call.y.size(0), steps.words};
   int64_t num_steps = 0, work = 0;
   for (int64_t i = 0; i < steps.rows; ++i) num_steps += std::max<int64_t>(0, steps.work[i].steps);
   for (const RowForm& form : steps.forms) work = std::max(work, form.program->work);

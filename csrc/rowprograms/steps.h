@@ -47,8 +47,8 @@ struct RowForm {
 // A checked call. `norm` and `perturb` are used with two passes.
 struct RowSteps {
   std::vector<RowForm> forms;
-  size_t weights;                 // number of weights among a form's inputs
-  int64_t rows, width, features;  // rows of work; floats of a row's result; numbers of a sample
+  size_t weights;              // number of weights among a form's inputs
+  int64_t rows, width, words;  // rows of work; floats of a row's result; words of 4 bytes of a sample
   NormArgs norm;
   PerturbArgs perturb;
   UpdateArgs update;
@@ -68,11 +68,13 @@ inline int64_t* words_of(const Tensor& tensor, int64_t rows, int64_t columns, in
   return static_cast<int64_t*>(tensor.data_ptr());
 }
 
+inline bool has_indices(const StepsCall& call) { return call.x.scalar_type() == ScalarType::Long; }
+
 inline void check_samples(const StepsCall& call, int device) {
   STD_TORCH_CHECK(call.x.is_contiguous() && call.y.is_contiguous() && call.y.dim() == 1 && call.x.dim() > 0 &&
-                      call.x.size(0) == call.y.size(0) && call.x.scalar_type() == ScalarType::Float &&
-                      call.y.scalar_type() == ScalarType::Long,
-                  "x and y must be contiguous, float32 [n, ...] and int64 [n]");
+                      call.x.size(0) == call.y.size(0) && call.y.scalar_type() == ScalarType::Long &&
+                      (call.x.scalar_type() == ScalarType::Float || has_indices(call)),
+                  "x and y must be contiguous, float32 or int64 [n, ...] and int64 [n]");
   STD_TORCH_CHECK(call.sample_indices.dim() == 1 && call.sample_indices.scalar_type() == ScalarType::Long &&
                       call.sample_indices.is_contiguous(),
                   "sample_indices must be contiguous int64 [.]");
@@ -81,14 +83,14 @@ inline void check_samples(const StepsCall& call, int device) {
 }
 
 // constant: index of the program's first constant in the call's; it is counted on.
-inline RowForm form_of(const StepsCall& call, const RowProgram& program, int64_t rows, int64_t features,
+inline RowForm form_of(const StepsCall& call, const RowProgram& program, int64_t rows, int64_t words,
                        size_t& constant) {
   const size_t n = call.weights.size();
   STD_TORCH_CHECK(program.inputs.size() >= n + 2, "a row program of steps reads the weights, x and y");
   const Expected& labels = program.inputs[n + 1];
   RowForm form{&program, labels.size.size() == 1 ? labels.size[0] : 0, {}};
   STD_TORCH_CHECK(form.batch > 0 && form.batch <= call.batch && labels.is_dense(form.batch, true) &&
-                      program.inputs[n].is_dense(form.batch * features, false),
+                      program.inputs[n].is_dense(form.batch * words / (has_indices(call) ? 2 : 1), has_indices(call)),
                   "the row program has batches of another shape");
   for (size_t i = 0; i < program.inputs.size(); ++i) {
     if (i == n || i == n + 1) {
@@ -116,13 +118,13 @@ RowSteps row_steps(const StepsCall& call, const Find& find) {
   const int device = device_of(params);
   check_samples(call, device);
   RowSteps steps;
-  steps.features = call.x.size(0) == 0 ? 0 : call.x.numel() / call.x.size(0);
+  steps.words = call.x.size(0) == 0 ? 0 : call.x.numel() / call.x.size(0) * (has_indices(call) ? 2 : 1);
   size_t constant = 0;
   for (const int64_t number : call.programs) {
     const RowProgram& program = find(number);
     STD_TORCH_CHECK(program.width == width, "params must be float32 [rows, ", program.width - kShared,
                     "], as the row program's gradients are");
-    steps.forms.push_back(form_of(call, program, rows, steps.features, constant));
+    steps.forms.push_back(form_of(call, program, rows, steps.words, constant));
   }
   STD_TORCH_CHECK(constant == call.constants.size(), "the row programs have other constants");
   for (const OptionalTensor* beside :

@@ -1,4 +1,4 @@
-"""The `fastsam` command: `info`, `demo`, `run`, `compare`, `reproduce` and `plots`.
+"""The `fastsam` command: `info`, `bench`, `demo`, `run`, `compare`, `reproduce` and `plots`.
 
 Heavy modules (torch first of all) are imported inside the commands, so that `fastsam info` can say that torch is
 missing. Exit codes: 0 done; 1 an error, shown in one message; 2 wrong usage; 130 interrupted with Ctrl-C.
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
 USAGE, INTERRUPT = 2, 130
 NO_VERSION = "not installed"
+_WITHOUT_KEYS = ("info", "bench", "demo", "plots")  # commands that take no key of a config
 MOST_POINTS = 1001  # largest number of points on a side of a loss surface: a million losses
 OPTIONAL = {  # packages that some uses need, and what each is for
     "triton": f"kernels for GPUs: {install_command('triton')}",
@@ -77,7 +78,7 @@ def _call_command(top: argparse.ArgumentParser, argv: Sequence[str] | None, debu
         from fastsam.lab import examples
 
         return _call_command(top, ["compare", str(examples.path(examples.SHOWCASE)), *flags], debug)
-    if flags and (arguments.command in ("info", "demo", "plots") or not flags[0].startswith("--")):
+    if flags and (arguments.command in _WITHOUT_KEYS or not flags[0].startswith("--")):
         top.error(f"unrecognized arguments: {' '.join(flags)}")
     with warnings.catch_warnings():
         if not debug:
@@ -86,8 +87,9 @@ def _call_command(top: argparse.ArgumentParser, argv: Sequence[str] | None, debu
             _check_one_process(arguments.command)
         if arguments.command == "reproduce" and arguments.list:
             return list_tables(arguments, flags)
-        if arguments.command in ("info", "demo", "plots"):
-            return {"info": info, "demo": copy_examples, "plots": plots}[arguments.command](arguments, flags)
+        if arguments.command in _WITHOUT_KEYS:
+            call = {"info": info, "bench": bench, "demo": copy_examples, "plots": plots}[arguments.command]
+            return call(arguments, flags)
         from fastsam.lab.trust import trust_names
 
         with trust_names(*arguments.trust):
@@ -154,6 +156,14 @@ def info(arguments: argparse.Namespace, flags: Sequence[str]) -> int:
         print(_wrapped(f"{row['name']:<11}{row['device']:<8}{answer:<11}{row['reason'] or ''}".rstrip(), 30))
     print(f"\n`auto` on this machine: {backends.backend()}\n")
     print(*(_wrapped(step, 7) for step in steps), sep="\n")
+    return 0
+
+
+def bench(arguments: argparse.Namespace, flags: Sequence[str]) -> int:
+    """Measure steps and rounds on this machine."""
+    from fastsam.lab import bench
+
+    bench.lines(bench.device_of(arguments.device))
     return 0
 
 

@@ -9,6 +9,7 @@ from fastsam.lab.cli_help import Parser
 from fastsam.lab.completion import SHELLS
 
 EXAMPLES = {  # words after the name of a command
+    "bench": ("", "--device cpu"),
     "demo": ("", "--seeds 0,1", "--copy configs"),
     "run": (
         "digits.toml",
@@ -33,6 +34,9 @@ def parser() -> argparse.ArgumentParser:
     commands = top.add_subparsers(dest="command", metavar="COMMAND", parser_class=Parser)
     text = "versions, and which backends are available and why not"
     commands.add_parser("info", help=text).add_argument("--json", action="store_true", help="print it as JSON")
+    text = "how fast steps and rounds are on this machine or GPU, and a line for an issue; two minutes"
+    bench = commands.add_parser("bench", help=text)
+    bench.add_argument("--device", choices=("cpu", "cuda"), help="what to measure; default: the GPU, if torch sees one")
     text = "five federated algorithms on handwritten digits, side by side; under a minute on two cores"
     demo = commands.add_parser("demo", help=text, usage="fastsam demo [--copy DIR] [options of compare]")
     text = "train nothing, and write the example configs there"

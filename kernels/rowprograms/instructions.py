@@ -32,7 +32,9 @@ class Code(IntEnum):
 
     PRODUCT computes a @ b, plus c; sizes m, k, n. SUM adds up a, over the dimensions in which `out` has a stride of 0.
     LOG_SOFTMAX, its BACKWARD (a: gradient, b: log-softmax), NLL (b: labels) and its BACKWARD have sizes outer, classes,
-    inner. IS_NOT is 1 if a label is not x. The other operations are elementwise.
+    inner. IS_NOT is 1 if a label is not x. LOOK_UP (a: table, b: indices) and its BACKWARD (a: gradient of the entries,
+    b: indices, x: the entry without gradient) have sizes outer, middle, count, inner. The other operations are
+    elementwise.
     """
 
     PRODUCT = 0
@@ -63,6 +65,8 @@ class Code(IntEnum):
     MULTIPLY_ADD = 25  # a + x*b*c
     ERROR_FUNCTION = 26
     SHIFT = 27  # a + x
+    LOOK_UP = 28
+    LOOK_UP_BACKWARD = 29
 
 
 @dataclass(frozen=True)
@@ -103,6 +107,8 @@ class Instruction:
     @property
     def work(self) -> int:
         """Approximate number of multiplications, or of elements."""
+        if self.code in (Code.LOOK_UP, Code.LOOK_UP_BACKWARD):
+            return prod(self.sizes) // self.sizes[2] + prod(self.sizes[2:])
         return prod(self.sizes)
 
     def flatten(self) -> Instruction:

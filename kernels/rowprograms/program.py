@@ -20,7 +20,7 @@ from fastsam_kernels.rowprograms.instructions import Input, Instruction, NoFormE
 
 CPU = torch.device("cpu")
 _WIDTHS: dict[tuple[str, int], int] = {}  # width of the result, by device type and program
-FAILURES = ("", "Target", "Sample")  # why a row did not take all its steps, by number: csrc/rowprograms/program.h
+FAILURES = ("", "Target", "Sample", "Index")  # why a row did not take all its steps: csrc/rowprograms/program.h
 MOST_ON_CUDA = 64  # inputs, and parameters, of a launch: csrc/cuda/rowprograms.h
 
 
@@ -69,8 +69,9 @@ class RowProgram:
     def __call__(self, inputs: Sequence[Tensor]) -> Tensor:
         """Compute a pass of every row. Returns float32 `[rows, width]`; elements between the gradients are undefined.
 
-        Raises RuntimeError if an input has the wrong shape, memory order or dtype, or if a label is not a class. On
-        CUDA, which is not synchronized, such a label makes the row's loss and gradients NaN.
+        Raises RuntimeError if an input has the wrong shape, memory order or dtype, or if a label is not a class or an
+        index is outside of its table. On CUDA, which is not synchronized, such a label makes the row's loss and
+        gradients NaN, and such an index its loss.
         """
         result: Tensor = self._run(self.number, inputs)
         return result
@@ -115,7 +116,7 @@ def steps_(
         batch: samples of a whole batch.
         weights: views of params.
         constants: inputs of the programs after x and y, program by program.
-        x: samples.
+        x: samples, float32, or int64 that only tables read.
         y: labels of the samples.
         sample_indices: int64 `[.]`, indices of samples in x and y.
         work: int64 `[n, 4]`: a row of params, the beginning of its samples in `sample_indices`, the number of samples

@@ -320,7 +320,7 @@ def test_the_command_writes_what_it_has_and_fails_when_ours_fails(
     assert [case["title"] for case in results] == [
         "MLP, unequal clients, fedavg", "MLP, unequal clients, fedsam", "CNN, unequal clients, fedavg",
         "CNN, unequal clients, fedsam", "MLP, digits, alpha 0.3, fedavg", "MLP, equal clients, fedavg",
-        "CNN, equal clients, fedavg",
+        "CNN, equal clients, fedavg", "MLP with LayerNorm and GELU, unequal clients, fedavg",
     ]  # fmt: skip
     assert calls[0][0][0] == "bare loop" and "pfl" in calls[0][0] and "pfl" not in calls[1][0]
     assert {a[1:] for a in calls} == {(3, 3), (3, 1)}

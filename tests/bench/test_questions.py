@@ -18,7 +18,6 @@ from bench import record as records
 from bench.contenders import (
     VARIANTS,
     Contender,
-    CopiedSAM,
     DeviceForeachStepper,
     FlatStepper,
     ForeachStepper,
@@ -34,6 +33,7 @@ from bench.questions import QUESTIONS
 from bench.timing import ROTATION, Machine, interleave, intra_op_threads, ratios
 from bench.workload import KERNEL_SIZES, LR, MOMENTUM, RHO, SIZES, WEIGHT_DECAY, Gradients, Size, initial_weights
 from fastsam import SAM, backends, variants
+from fastsam.lab.copied_class import CopiedSAM
 from fastsam_kernels import native, reference
 from tests.helpers.bench_machine import Small
 

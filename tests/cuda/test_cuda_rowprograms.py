@@ -43,13 +43,15 @@ CASES = {
     "tanh": ((12, 9, 4), 5, {"activation": nn.Tanh}),
     "sigmoid": ((12, 9, 4), 5, {"activation": nn.Sigmoid}),
     "gelu": ((12, 9, 4), 5, {"activation": nn.GELU}),
+    "words": ((20, 4), 5, {"words": 11}),
+    "many words": ((17, 9, 4), 5, {"words": 150, "rule": "adam"}),
     "several chunks": ((300, 40, 3), 4, {}),
     "memory of its own": ((300, 230, 5), 2, {}),  # more than a block's shared memory
 }
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=() if n in ("mlp", "odd", "adam") else pytest.mark.slow) for n in CASES]
+    "name", [pytest.param(n, marks=() if n in ("mlp", "odd", "adam", "words") else pytest.mark.slow) for n in CASES]
 )
 def test_an_epoch_has_the_bits_of_the_cpu(emulation: Emulation, name: str) -> None:
     widths, batch, options = CASES[name]
@@ -120,22 +122,26 @@ def test_unlike_clients_train_in_one_launch(
 
 
 def test_an_epoch_is_one_launch_and_what_is_not_there_is_nan(emulation: Emulation) -> None:
-    """A kernel cannot raise, so a wrong label or sample index makes the loss of its row NaN, and no other loss. The
-    row's failure has the label or index."""
+    """A kernel cannot raise, so a wrong label, sample or index of a table makes the loss of its row NaN, and no other
+    loss. The row's failure has the label or index."""
     emulation.order(0, 0)
     with emulated_programs():
-        row_pass, rows, x, y = make_row_pass((12, 9, 4), 5)
-        for error, failure in (("none", [0, 0, 3]), ("label", [1, 4, 0]), ("place", [2, 40, 1])):
-            labels, losses = y.clone(), torch.zeros(ROWS, dtype=torch.float64)
+        row_pass, rows, x, y = make_row_pass((12, 9, 4), 5, words=8)
+        for error, failure in (
+            ("none", [0, 0, 3]), ("label", [1, 4, 0]), ("place", [2, 40, 1]), ("word", [3, 8, 0]), ("word", [3, -1, 0])
+        ):  # fmt: skip
+            labels, samples, losses = y.clone(), x.clone(), torch.zeros(ROWS, dtype=torch.float64)
             indices = (torch.arange(ROWS * 20).view(ROWS, 20) % 10 + torch.arange(ROWS).view(ROWS, 1) * 10 + 5).view(-1)
             if error == "label":
                 labels[17] = 4
             if error == "place":
                 indices[27] = 40
+            if error == "word":
+                samples[17, 3] = failure[1]
             old_count, hparams = emulation.count("launches"), torch.zeros_like(rows.hparams)
             failures = torch.full((ROWS, 3), -1)
             steps_(
-                [row_pass.program], 5, rows.leaves, row_pass.constants, x, labels, indices, work_of(ROWS, 20, 4),
+                [row_pass.program], 5, rows.leaves, row_pass.constants, samples, labels, indices, work_of(ROWS, 20, 4),
                 rows.z, None, rows.layout.table, hparams, losses, failures,
             )  # fmt: skip
             assert emulation.count("launches") == old_count + 1
@@ -185,6 +191,9 @@ ERRORS = {
     "rest of a norm": {KERNEL: [("for (int i = full; i < count; ++i)", "for (int i = full + 1; i < count; ++i)")]},
     "barrier of a norm": {KERNEL: [("    lanes[threadIdx.x] = sum;\n    __syncthreads();",
         "    lanes[threadIdx.x] = sum;")]},
+    "padding": {LINES: [("wrong || index == padding", "wrong")]},
+    "entry of a gradient": {LINES: [("entry * op.out.stride[2]", "entry * op.a.stride[2]")]},
+    "samples of a batch": {KERNEL: [("sample * p.words + i % p.words]", "sample * p.words]")]},
     "row": {KERNEL: [("const RowWork work = p.work[r.item]", "const RowWork work = p.work[0]")]},
     "steps of its own": {KERNEL: [("k < work.steps; ++k", "k < p.work[0].steps; ++k")]},
     "program of a batch": {KERNEL: [("r.form == number) return;", "r.form >= 0) return;")]},

@@ -47,16 +47,27 @@ def emulated_programs(namespace: str = emulated.NAMESPACE) -> Iterator[None]:
         yield
 
 
-def classifier(widths: Sequence[int], activation: Callable[[], nn.Module] = nn.ReLU) -> nn.Module:
+def classifier(widths: Sequence[int], activation: Callable[[], nn.Module] = nn.ReLU, words: int = 0) -> nn.Module:
+    """Return an MLP. With `words` it reads the mean of their entries in a table, whose word 1 is padding."""
     torch.manual_seed(0)
     layers = [layer for i, o in pairwise(widths) for layer in (nn.Linear(i, o), activation())]
-    return nn.Sequential(*layers[:-1])
+    return nn.Sequential(*([Words(words, widths[0], padding_idx=1)] if words else []), *layers[:-1])
 
 
-def make_row_pass(widths: Sequence[int], batch: int, activation: type[nn.Module] = nn.ReLU) -> tuple[Any, ...]:
-    """Return a compared row program, its rows, and samples. One label is ignored."""
-    passes, rows = make_passes(classifier(widths, activation), rows=ROWS)
-    x, y = torch.randn(SAMPLES, widths[0]), torch.randint(widths[-1], (SAMPLES,))
+class Words(nn.Embedding):
+    """The mean of the entries of a sample's words."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).mean(1)
+
+
+def make_row_pass(
+    widths: Sequence[int], batch: int, activation: type[nn.Module] = nn.ReLU, words: int = 0
+) -> tuple[Any, ...]:
+    """Return a compared row program, its rows, and samples, with `words` of seven words. One label is ignored."""
+    passes, rows = make_passes(classifier(widths, activation, words), rows=ROWS)
+    x = torch.randint(words, (SAMPLES, 7)) if words else torch.randn(SAMPLES, widths[0])
+    y = torch.randint(widths[-1], (SAMPLES,))
     y[3] = -100
     return recorded_pass(passes, rows, x, y, batch), rows, x, y
 
@@ -108,13 +119,14 @@ def epoch(
     activation: type[nn.Module] = nn.ReLU,
     sam: bool = True,
     rule: str = "sgd",
+    words: int = 0,
 ) -> list[Tensor]:
     """Return all tensors that two local steps write.
 
     With `sam` the steps have an adaptive perturbation, both gradients, q, a shift, clipping, and momentum or Adam.
     Otherwise they are plain SGD.
     """
-    row_pass, rows, x, y = make_row_pass(widths, batch, activation)
+    row_pass, rows, x, y = make_row_pass(widths, batch, activation, words)
     draw = torch.Generator().manual_seed(1)
     hparams = torch.zeros_like(rows.hparams)
     for name, value in NUMBERS.items():
@@ -171,6 +183,7 @@ def fixed_epochs(emulation: Emulation, namespace: str = emulated.NAMESPACE) -> N
     same_epochs(emulation, namespace, (64, 32, 10), 16)
     same_epochs(emulation, namespace, (7, 5, 3), 5)
     same_epochs(emulation, namespace, (7, 5, 3), 5, rule="adam")
+    same_epochs(emulation, namespace, (5, 3), 4, words=9)
     same_uneven_epochs(emulation, namespace)
     same_epochs(emulation, namespace, (64, 10), 7, sam=False)
     assert emulation.count("misaligned") == 0 and emulation.count("out_of_bounds") == 0

@@ -306,7 +306,7 @@ def test_the_wheel_has_the_examples_that_the_demo_reads() -> None:
     assert names == ", ".join(f'"{name}"' for name in examples.CONFIGS)
 
 
-@pytest.mark.parametrize("command", ["demo", "run", "compare", "reproduce", "plots"])
+@pytest.mark.parametrize("command", ["bench", "demo", "run", "compare", "reproduce", "plots"])
 def test_the_help_of_a_command_has_examples(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as end:
         cli.main([command, "--help"])

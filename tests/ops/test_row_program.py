@@ -151,6 +151,41 @@ def test_log_softmax_and_its_gradient(rows: int, shape: tuple[int, ...], dim: in
     assert torch.allclose(result.double(), gradient, rtol=1e-5, atol=3e-5)
 
 
+@settings(max_examples=60, deadline=None)
+@given(
+    st.integers(1, 3),
+    SHAPES.filter(lambda s: len(s) < 3),
+    st.integers(1, 6),
+    st.sampled_from([1, 5, 16, 33]),
+    st.integers(-1, 5),
+    st.booleans(),
+)
+def test_lookups_and_their_gradient(
+    rows: int, places: tuple[int, ...], count: int, size: int, padding: int, is_dense: bool
+) -> None:
+    """The gradient adds up in the order of the indices, from the first to the last."""
+    step = 1 if is_dense else 2
+    table = torch.randn(rows, count, size * step)[..., ::step]
+    indices = torch.randint(count, (rows, *places))
+    g = torch.randn(rows, *places, size * step)[..., ::step]
+    inputs = [table, indices, g]
+    outer, middle = (0, *indices.stride()[1:])[-2:]
+    a, b = RowOperand(FIRST_INPUT, 0, (0, 0, size * step, step)), RowOperand(FIRST_INPUT + 1, 0, (outer, middle, 0, 0))
+    sizes, by_place = (*(1, *places)[-2:], count, size), RowOperand(OUT, 0, (outer * size, middle * size, 0, 1))
+    result = program([Instruction(Code.LOOK_UP, sizes, by_place, a, b)], inputs, indices[0].numel() * size)
+    expected = torch.stack([one[i] for one, i in zip(table, indices, strict=True)])
+    assert torch.equal(result.view(expected.shape), expected)
+    by_entry, a = RowOperand(OUT, 0, (0, 0, size, 1)), RowOperand(FIRST_INPUT + 2, 0, (*g.stride()[-3:-1], 0, step))
+    a = a if len(places) == 2 else replace(a, strides=(0, *a.strides[1:]))
+    backward = Instruction(Code.LOOK_UP_BACKWARD, sizes, by_entry, a, b, number=padding)
+    result = program([backward], inputs, count * size).view(table.shape)
+    expected = torch.zeros_like(result)
+    for row in range(rows):
+        for index, part in zip(indices[row].flatten(), g[row].reshape(-1, size), strict=True):
+            expected[row, index] += part if index != padding else 0
+    assert torch.equal(result, expected)
+
+
 # --- words of other writers ---
 
 N = 20  # elements of every tensor below
@@ -221,6 +256,18 @@ def test_operations_with_labels_stay_within_their_memory() -> None:
     ):  # fmt: skip
         with pytest.raises(RuntimeError, match="outside of its memory"):
             ops.row_program([replace(fine, **change)], [scores, labels], 0, 3)
+    table, entries = Input((4, 3), (3, 1)), RowOperand(OUT, 0, (0, 3, 0, 1))
+    fine = Instruction(Code.LOOK_UP, (1, 3, 4, 3), entries, replace(place, strides=(0, 0, 3, 1)),
+        replace(operand, strides=(0, 1, 0, 0)))  # fmt: skip
+    ops.row_program([fine], [table, labels], 0, 9)
+    for change in (
+        {"sizes": (1, 3, 5, 3)}, {"sizes": (1, 4, 4, 3)}, {"b": replace(fine.b, strides=(0, 2, 0, 0))},
+        {"out": replace(entries, strides=(0, 3, 1, 1))}, {"b": replace(fine.b, base=FIRST_INPUT)},
+        {"a": replace(fine.a, base=FIRST_INPUT + 1)},
+    ):  # fmt: skip
+        for code in (Code.LOOK_UP, Code.LOOK_UP_BACKWARD):
+            with pytest.raises(RuntimeError, match="outside of its memory"):
+                ops.row_program([replace(fine, code=code, **change)], [table, labels], 0, 9)
     dense = Instruction(Code.PRODUCT, (4, 3, 4), RowOperand(OUT, 0, (4, 1)), replace(place, strides=(3, 1)))
     dense = replace(dense, b=replace(place, strides=(1, 3)))
     ops.row_program([dense], [scores], 0, 16)

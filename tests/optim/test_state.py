@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from bench.contenders import CopiedSAM
 from fastsam import FusedSAM
 from fastsam.backends import Backend
+from fastsam.lab.copied_class import CopiedSAM
 from tests.helpers import sam_cases
 from tests.helpers.sam_cases import ADAM, SGD, Model, train
 from tests.helpers.sam_oracle import copies, same_bits

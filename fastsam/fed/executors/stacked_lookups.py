@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-_OUTSIDE = 2**40  # an index outside of the joint table of any number of rows
+OUTSIDE = 2**40  # an index outside of the joint table of any number of rows
 
 
 class StackedLookups(TorchFunctionMode):
@@ -54,7 +54,7 @@ def _embedding(input: Tensor, weight: Tensor, padding_idx: int | None = None, *a
     """
     count = weight.shape[0]
     inside = (input >= 0) & (input < count)
-    output = F.embedding(torch.where(inside, input, _OUTSIDE), weight, None, *args, **kwargs)
+    output = F.embedding(torch.where(inside, input, OUTSIDE), weight, None, *args, **kwargs)
     if padding_idx is None:
         return output
     is_padding = input == padding_idx % count

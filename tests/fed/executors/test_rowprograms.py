@@ -78,8 +78,15 @@ class Shifted(nn.Module):
 
 @pytest.mark.parametrize(
     "middle",
-    [nn.LayerNorm(9), nn.LayerNorm(9, elementwise_affine=False), nn.GELU("tanh"), nn.Softmax(-1), Shifted()],
-    ids=["LayerNorm", "LayerNorm without weights", "GELU by tanh", "shares", "numbers"],
+    [
+        nn.LayerNorm(9),
+        nn.LayerNorm(9, elementwise_affine=False),
+        nn.RMSNorm(9),
+        nn.GELU("tanh"),
+        nn.Softmax(-1),
+        Shifted(),
+    ],
+    ids=["LayerNorm", "LayerNorm without weights", "RMSNorm", "GELU by tanh", "shares", "numbers"],
 )
 def test_operations_made_of_others_have_a_row_program(middle: nn.Module) -> None:
     torch.manual_seed(0)
@@ -113,6 +120,71 @@ def test_numbers_of_the_model_are_those_of_every_row(function: Callable[..., Ten
         result = fed.run(model, clients, fed.FedSAM(), rounds=3, batch_size=4, participation=1.0, executor=executor)
         ends.append(vector(result.model))
     torch.testing.assert_close(*ends, rtol=1e-5, atol=1e-6)
+
+
+class Words(nn.Module):
+    """A classifier of texts of 7 words by `read(table, x)`, a vector of 6 numbers each."""
+
+    def __init__(self, read: Callable[..., Tensor], **options: Any) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.table, self.hidden, self.output, self.read = (
+            nn.Embedding(11, 6, **options),
+            nn.Linear(6, 9),
+            nn.Linear(9, 4),
+            read,
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.output(F.gelu(self.hidden(self.read(self.table, x))))
+
+
+def mean_of_words(table: nn.Embedding, x: Tensor) -> Tensor:
+    return table(x).mean(1)
+
+
+TEXTS: dict[str, nn.Module] = {
+    "mean": Words(mean_of_words),
+    "sum": Words(lambda table, x: table(x).sum(1)),
+    "padding": Words(mean_of_words, padding_idx=2),
+    "padding, counted from the end": Words(mean_of_words, padding_idx=-1),
+    "word by word": Words(lambda table, x: F.relu(table(x) * 2).mean(1), padding_idx=1),
+    "columns": Words(lambda table, x: table(x[:, 0]) + table(x[:, 3])),
+    "tied": Words(lambda table, x: F.linear(F.linear(table(x).mean(1), table.weight).tanh(), table.weight.T)),
+}
+
+
+@pytest.mark.parametrize("name", TEXTS)
+def test_text_models_have_a_row_program(name: str) -> None:
+    passes, form = make_passes(TEXTS[name], F.cross_entropy, 3)
+    for n in (5, 1, 8):
+        x, y = torch.randint(11, (3, n, 7)), torch.randint(4, (3, n))
+        x[0, :, :4] = 2
+        for _ in range(2):
+            same(passes, form, x, y)
+        assert passes.replays.has_row_pass(x, y)
+    for index in (11, -1):
+        x[1, 2, 3] = index
+        with pytest.raises(RuntimeError, match=f"Index {index} is out of bounds"):
+            passes.run(form, x, y)
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        Words(mean_of_words, scale_grad_by_freq=True),
+        Words(lambda table, x: table(x.view(len(x), 1, 7, 1)).mean((1, 2, 3))),
+        Words(lambda table, x: F.embedding(x % 6, table.weight.T)[..., :6].mean(1)),
+        Words(lambda table, x: F.embedding(torch.where(x > 2, x, 0), table.weight).mean(1)),
+    ],
+    ids=["by frequency", "three dimensions", "another table", "computed indices"],
+)
+def test_other_lookups_are_replayed_operation_by_operation(model: nn.Module) -> None:
+    passes, form = make_passes(model, F.cross_entropy, 3)
+    x, y = torch.randint(11, (3, 5, 7)), torch.randint(4, (3, 5))
+    for _ in range(3):
+        same(passes, form, x, y)
+    assert not passes.replays.has_row_pass(x, y)
 
 
 @pytest.mark.parametrize("activation", [nn.ELU, nn.Softplus])

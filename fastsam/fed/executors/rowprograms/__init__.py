@@ -21,8 +21,11 @@ aten = torch.ops.aten
 # Operations of forward passes that have no form. A recording for a row program stops at the first one.
 FORMLESS = frozenset(
     {
-        *(aten.convolution.default, aten.embedding.default),
-        aten.native_group_norm.default,
+        *(aten.convolution.default, aten.native_group_norm.default),
+        aten._scaled_dot_product_flash_attention_for_cpu.default,
+        aten._scaled_dot_product_efficient_attention.default,
+        aten._scaled_dot_product_flash_attention.default,
+        aten._scaled_dot_product_cudnn_attention.default,
     }
 )
 

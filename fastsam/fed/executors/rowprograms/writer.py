@@ -14,6 +14,7 @@ from torch.fx import Graph, Node
 from fastsam.arena import Segment
 from fastsam.fed.executors.graph_passes import VIEWS, arguments, aten, outputs
 from fastsam.fed.executors.recording import ROWS
+from fastsam.fed.executors.rowprograms.lookups import separate_lookups
 from fastsam.fed.executors.rowprograms.memory_plan import MemoryPlan, check_dtype
 from fastsam_kernels.rowprograms.instructions import (
     DIMS,
@@ -42,7 +43,9 @@ _UNARY = {
 }
 _BINARY = {
     aten.mul.Tensor: Code.MULTIPLY,
+    aten.mul.Scalar: Code.MULTIPLY,
     aten.div.Tensor: Code.DIVIDE,
+    aten.div.Scalar: Code.DIVIDE,
     aten.tanh_backward.default: Code.TANH_BACKWARD,
     aten.sigmoid_backward.default: Code.SIGMOID_BACKWARD,
 }
@@ -58,6 +61,7 @@ class Writer:
     """
 
     def __init__(self, graph: Graph, segments: Sequence[Segment], row_size: int) -> None:
+        separate_lookups(graph)
         self.places, self.instructions = MemoryPlan(graph), list[Instruction]()
         result_layouts = [(row_size, 1, ()), *((s.offset, s.length, tuple(s.stride)) for s in segments)]
         results = list(zip(outputs(graph), result_layouts, strict=True))
@@ -188,6 +192,27 @@ class Writer:
 
         self.instructions.append(Instruction(code, (height, classes, width), transpose(out), transpose(a), b))
 
+    def _look_up(self, call: Node) -> None:
+        """Write a lookup or its gradient, with the sizes outer, middle, count, inner (see `separate_lookups`)."""
+        source, indices, *options = arguments(call)
+        is_backward = bool(options)
+        table_shape = (call if is_backward else source).meta["val"].shape
+        dims = indices.meta["val"].shape[1:]
+        if len(table_shape) != 3 or len(options) > 2 or not 1 <= len(dims) <= 2:
+            raise NoFormError("a lookup with options, or by indices of several dimensions")
+        places, entries = self.places.labels(indices), self.places.read(source, source.meta["val"].shape)
+        table = self.places.new(call)
+        if not is_backward:
+            table, entries = entries, table
+        table = replace(table, strides=(0, 0, *table.strides))
+        outer, middle, inner = (0, *entries.strides)[-3:]
+        entries = replace(entries, strides=(outer, middle, 0, inner))
+        places = replace(places, strides=(*(0, *places.strides)[-2:], 0, 0))
+        code, operands = (Code.LOOK_UP_BACKWARD, (table, entries)) if is_backward else (Code.LOOK_UP, (entries, table))
+        sizes = (*(1, *dims)[-2:], *table_shape[1:])
+        number = float(options[1]) if is_backward else 0.0
+        self.instructions.append(Instruction(code, sizes, *operands, places, number=number))
+
     def _is_not(self, call: Node) -> None:
         (labels, number), t = arguments(call), call.meta["val"]
         if type(number) is not int or not 1 < t.dim() <= 1 + DIMS:
@@ -228,8 +253,11 @@ _WRITERS: dict[Any, Callable[[Writer, Node], None]] = {
     aten._log_softmax_backward_data.default: Writer._log_softmax,
     aten.nll_loss2d_forward.default: Writer._nll,
     aten.nll_loss2d_backward.default: Writer._nll_backward,
+    aten.embedding.default: Writer._look_up,
+    aten.embedding_dense_backward.default: Writer._look_up,
     aten.ne.Scalar: Writer._is_not,
     aten.add.Tensor: Writer._sum_of_two,
+    aten.add.Scalar: Writer._sum_of_two,
     aten.sub.Tensor: Writer._sum_of_two,
     aten.pow.Tensor_Scalar: Writer._power,
     aten.threshold_backward.default: Writer._threshold_backward,
