@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fastsam import fed
-from fastsam.fed.executors import replay
+from fastsam.fed.executors import record
 from tests.helpers.fed_runs import vector
 
 WORDS = 10
@@ -61,7 +61,7 @@ TABLES: dict[str, Callable[[], nn.Module]] = {
 @pytest.mark.parametrize("name", TABLES)
 def test_gradients_are_those_of_single_clients(name: str, replays: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if not replays:
-        monkeypatch.setattr(replay.Replays, "run", lambda *args: None)
+        monkeypatch.setattr(record.Replays, "run", lambda *args: None)
     plain = vector(train(TABLES[name](), "sequential").model)
     stacked = vector(train(TABLES[name](), "vmap").model)
     assert (plain - stacked).abs().max() <= 1e-10
