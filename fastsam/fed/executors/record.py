@@ -427,12 +427,10 @@ class Replays:
         Return None if the plain pass has to run. Gradients are stored in the layout's order, in separate memory."""
         batch, size = tuple([t.contiguous() for t in batch]), batch[0].shape[1]
         for replay in self._ways(weights, batch):
-            if not replay.is_known(size):
-                result = self._compared(replay, weights, batch)
-                if result is None and size in replay.wrong_sizes:
-                    continue
+            is_known = replay.is_known(size)
+            result = (self._replayed if is_known else self._compared)(replay, weights, batch)
+            if result is not None or size not in replay.wrong_sizes:
                 return result
-            return self._replayed(replay, weights, batch)
         return None
 
     def row_pass(self, size: int, *samples: Tensor) -> RowPass | None:
@@ -474,10 +472,11 @@ class Replays:
 
     def _ways(self, weights: list[Tensor], batch: Tensors) -> Iterator[Replay]:
         """Yield the recordings that may serve a batch, the first choice first. What is new is recorded."""
-        (rows, size), replay = batch[0].shape[:2], None
+        rows, size = batch[0].shape[:2]
         keys = self._keys(rows, size, batch, 2)
         has_programs = self.make_row_pass is not None and keys[1] not in self._formless
         ways = list(zip(keys, (self._row_program, self._joint, self._of_shape), strict=True))
+        replay = None
         for key, make in ways if has_programs else ways[1:]:
             if self.reason is not None:
                 return
@@ -530,23 +529,23 @@ class Replays:
     def _record(self, weights: list[Tensor], batch: Tensors, shape: Shape | None = None, **options: Any) -> Recording:
         """Return the recording of a pass, at its own shape or another. Raises CannotRecordError if the pass cannot be
         recorded, and the error of the plain pass if that raises too."""
-        old_state, failure = python_state(self.module), None
+        old_state = python_state(self.module)
         some_weights, some = (weights, batch) if shape is None else self._resized(weights, batch, *shape)
         try:
             recording = record_pass(self.plain, some_weights, *some, **options)
         except CannotRecordError:
             raise
         except Exception as error:
-            failure = error
-        if failure is not None:
-            self._plain_results(weights, batch)
-            message = str(failure).strip().partition("\n")[0]
-            raise CannotRecordError(f"{type(failure).__name__}: {message}") from failure
-        change = difference(old_state, python_state(self.module))
-        if change is not None:
-            self._end(f"the model's forward pass changes {change}")
-            raise CannotRecordError(self.reason)
-        return recording
+            reason = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+        else:
+            change = difference(old_state, python_state(self.module))
+            if change is None:
+                return recording
+            reason = f"the model's forward pass changes {change}"
+            self._end(reason)
+            raise CannotRecordError(reason)
+        self._plain_results(weights, batch)  # the error is the batch's own if it comes here, too
+        raise CannotRecordError(reason)
 
     def _resized(self, weights: list[Tensor], batch: Tensors, rows: int, size: int) -> tuple[list[Tensor], Tensors]:
         """Return `rows` rows of `size` samples, from the first on, repeated if there are fewer."""

@@ -143,15 +143,16 @@ def count_passes(passes):
 
 
 @needs_row_programs
-def test_a_recording_for_a_row_program_stops_at_an_operation_without_a_form(monkeypatch, caplog):
+def test_a_recording_for_a_row_program_stops_once_at_an_operation_without_a_form(monkeypatch, caplog):
     passes, form = make_passes(nn.Sequential(nn.GroupNorm(1, 3), nn.Linear(3, 2)))
     assert passes.replays.make_row_pass is not None
     monkeypatch.setattr(passes.replays, "make_row_pass", lambda *args: pytest.fail("it did not stop"))
-    x, y = torch.randn(5, 4, 3), torch.zeros(5, 4, dtype=torch.int64)
+    calls = count_passes(passes)
     with caplog.at_level("INFO"):
-        for _ in range(3):
-            same(passes, form, x, y)
+        for n in (4, 4, 3, 2, 3):
+            same(passes, form, torch.randn(5, n, 3), torch.zeros(5, n, dtype=torch.int64))
     assert "not replayed" not in caplog.text
+    assert len(calls) == 7, "one that stops, two recordings, two comparisons, and those of two more sizes"
 
 
 def test_the_least_recently_used_recording_goes_first():
