@@ -58,7 +58,7 @@ MAX_RECORDINGS = 256  # some hundred kilobytes each
 # Rows and samples of the two recordings of a joint graph. Rows, samples and products have different ratios, and few
 # layers have these sizes.
 SHAPES = ((2, 11), (3, 13))
-# Exponents of rows and samples in numbers of a joint graph: in whole numbers, and in factors such as those of means.
+# Exponents of rows and samples in numbers of a joint graph: in whole numbers, and in factors, as a mean has.
 _WHOLE, _REAL = ((1, 0), (0, 1), (1, 1)), ((1, 0), (0, 1), (1, 1), (-1, 0), (0, -1), (-1, -1))
 # Largest relative errors of a loss, and of the norm of all gradients. A maximum or a kink that rounding moves
 # (max-pooling, ReLU) changes single elements of a gradient much more than rounding, but not the loss.
@@ -471,7 +471,7 @@ class Replays:
         return next((replay for replay in replays if replay is not None and size not in replay.wrong_sizes), None)
 
     def _ways(self, weights: list[Tensor], batch: Tensors) -> Iterator[Replay]:
-        """Yield the recordings that may serve a batch, the first choice first. What is new is recorded."""
+        """Yield the recordings that may serve a batch, the first choice first. The first batch of a key is recorded."""
         rows, size = batch[0].shape[:2]
         keys = self._keys(rows, size, batch, 2)
         has_programs = self.make_row_pass is not None and keys[1] not in self._formless
@@ -563,7 +563,7 @@ class Replays:
     # --- what is compared ---
 
     def _compared(self, replay: Replay, weights: list[Tensor], batch: Tensors) -> PassResult | None:
-        """Return the results of a pass if they are those of the plain pass. Else the size of the batch is a wrong one,
+        """Return the results of a pass if they agree with the plain pass. Else the size of the batch is a wrong one,
         unless no row is finite, which shows nothing.
 
         The plain pass has the same rows. With fewer rows cuDNN chooses other algorithms, which round differently, and a

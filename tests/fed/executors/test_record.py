@@ -421,7 +421,7 @@ def test_a_graph_of_one_shape_that_is_wrong_is_a_warning(monkeypatch, caplog):
 @pytest.mark.parametrize("row", [0, 4])
 @pytest.mark.parametrize("has_row_programs", [False, True])
 def test_an_error_of_a_batch_says_nothing_of_the_recording(row, has_row_programs, caplog):
-    """In a row that is recorded, and in one that is compared alone."""
+    """The row is recorded, or only compared."""
     passes, form, _ = joint_passes(nn.Linear(8, 3), has_row_programs=has_row_programs)
     x, y = torch.randn(5, 4, 8), torch.randint(0, 3, (5, 4))
     for _ in range(2):
