@@ -21,7 +21,7 @@ from unittest import mock
 import torch
 
 from fastsam.fed.executors.cuda import Cuda
-from fastsam.fed.executors.replay import Replays
+from fastsam.fed.executors.record import Replays
 from fastsam.fed.executors.stacked import StackedPasses
 
 DROPPED, ROUNDS = 5, 10
@@ -173,10 +173,8 @@ def count_preparations() -> Iterator[Callable[[], int]]:
         return wrapper
 
     with ExitStack() as stack:
-        # All captures go through the first. The others are Python's passes next to a replayed pass; an older commit
-        # lacks `_try`.
-        names = [(Cuda, "capture"), (Replays, "_make_recording"), (Replays, "_compare"), (Replays, "_try")]
-        for owner, name in (pair for pair in names if hasattr(*pair)):
+        # All captures go through the first. The others are Python's passes next to a replayed pass.
+        for owner, name in ((Cuda, "capture"), (Replays, "_record"), (Replays, "_compared")):
             stack.enter_context(mock.patch.object(owner, name, count(getattr(owner, name))))
         yield lambda: num_calls + _num_compilations()
 

@@ -137,7 +137,8 @@ class SAMTrainerMixin(Base):
         for number, (inputs, count) in enumerate(batches, 1):
             with nullcontext() if number == len(batches) else self.accelerator.no_sync(model=model):
                 super().training_step(model, inputs, count)
-        vars(self).update(counted)
+        for name, value in counted.items():
+            setattr(self, name, value)
 
 
 def __getattr__(name: str) -> Any:

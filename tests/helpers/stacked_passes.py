@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fastsam.arena import Arena, Layout
-from fastsam.fed.executors.replay import PassResult
+from fastsam.fed.executors.record import PassResult
 from fastsam.fed.executors.stacked import StackedPasses
 from fastsam.fed.update.model_copy import Replica, trainable
 from fastsam.fed.update.rows import Rows

@@ -18,8 +18,8 @@ from torch.overrides import TorchFunctionMode
 
 from fastsam.fed.executors.cuda import Cuda, NumbersOnDevice
 from fastsam.fed.executors.gradient_passes import ModelPasses
+from fastsam.fed.executors.python_state import difference, python_state
 from fastsam.fed.executors.randomness import PassRandomness
-from fastsam.fed.executors.recording import difference, python_state
 from fastsam.fed.executors.task import Setup
 from fastsam.fed.update.model_copy import Replica
 

@@ -21,8 +21,8 @@ from fastsam.fed.clients.samples import Tensors, fill_tree, tensors_of
 from fastsam.fed.executors import rowprograms, stacked_attention
 from fastsam.fed.executors.base import refusal
 from fastsam.fed.executors.gradient_passes import NEEDS_PAIRS, ModelPasses, check_scalar
-from fastsam.fed.executors.graph_passes import copy_with_strides
-from fastsam.fed.executors.replay import BF16_LOSS, Replays, agree
+from fastsam.fed.executors.record import BF16_LOSS, Replays, agree
+from fastsam.fed.executors.simplify import copy_with_strides
 from fastsam.fed.executors.slow_calls import SilentCalls
 from fastsam.fed.executors.stacked_dropout import StackedDropout, stacked_dropout
 from fastsam.fed.executors.stacked_lookups import StackedLookups

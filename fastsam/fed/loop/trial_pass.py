@@ -17,7 +17,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from fastsam.fed.common.fingerprints import references
 from fastsam.fed.executors.gradient_passes import check_scalar
-from fastsam.fed.executors.recording import difference, python_state
+from fastsam.fed.executors.python_state import difference, python_state
 from fastsam.fed.loop.effects import EffectRecorder, Effects, are_equal
 from fastsam.fed.update.model_copy import trainable
 

@@ -199,14 +199,18 @@ def test_an_error_ends_the_run_unless_it_excludes(executor: str, slots: int | No
 
 
 @pytest.mark.parametrize("slots", [1, 2, 5])
-def test_of_clients_that_share_a_pass_those_are_excluded_that_fail_alone(slots: int) -> None:
-    """All batches have one size. The loss knows two of the three classes, which the pass of all of them shows."""
+def test_of_clients_that_share_a_pass_those_are_excluded_that_fail_alone(
+    slots: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """All batches have one size. The loss knows two of the three classes, which the pass of all of them shows. The
+    passes of the others are replayed."""
     clients = oracle.ragged_clients(FLOAT, (10,) * 5)
     clients = [(x, torch.full_like(y, 2) if i in (1, 3) else y.clamp(max=1)) for i, (x, y) in enumerate(clients)]
     result = train("vmap", slots, clients=clients, loss=two_classes, backend="reference")
     assert excluded_clients(result) == [[1, 3]] * 3
     reasons = {entry["reason"] for entry in result.history[0]["excluded"]}
     assert reasons == {"it raised RuntimeError: index 2 is out of bounds for dimension 2 with size 2 (local step 0)"}
+    assert "not replayed" not in caplog.text
 
 
 def test_too_many_and_all(tmp_path: Any) -> None:

@@ -20,7 +20,7 @@ from fastsam import fed, ops
 from fastsam.fed.algorithms.base import Round, State
 from fastsam.fed.algorithms.fedgsam import SurrogateGap
 from fastsam.fed.executors import rowprograms
-from fastsam.fed.executors.replay import Replays
+from fastsam.fed.executors.record import Replays
 from fastsam.fed.executors.rowprograms.row_steps import RowSteps
 from fastsam_kernels import native
 from fastsam_kernels.rowprograms.program import steps_

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fastsam import fed
-from fastsam.fed.executors import replay
+from fastsam.fed.executors import record
 from tests.helpers.fed_runs import vector
 
 WORDS = 10
@@ -61,7 +61,7 @@ TABLES: dict[str, Callable[[], nn.Module]] = {
 @pytest.mark.parametrize("name", TABLES)
 def test_gradients_are_those_of_single_clients(name: str, replays: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if not replays:
-        monkeypatch.setattr(replay.Replays, "run", lambda *args: None)
+        monkeypatch.setattr(record.Replays, "run", lambda *args: None)
     for dtype, tolerance in ((torch.float64, 1e-10), (torch.float32, 1e-5)):
         plain = vector(train(TABLES[name]().to(dtype), "sequential").model)
         stacked = vector(train(TABLES[name]().to(dtype), "vmap").model)

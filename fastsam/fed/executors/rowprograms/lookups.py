@@ -8,9 +8,8 @@ from __future__ import annotations
 
 from torch.fx import Graph, Node
 
-from fastsam.fed.executors.graph_passes import arguments, aten
-from fastsam.fed.executors.recording import ROWS
-from fastsam.fed.executors.rowprograms.memory_plan import root
+from fastsam.fed.executors.rowprograms.memory_plan import ROWS, root
+from fastsam.fed.executors.simplify import arguments, aten
 from fastsam.fed.executors.stacked_lookups import OUTSIDE
 
 _IN_ORDER = (aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten.clone.default)

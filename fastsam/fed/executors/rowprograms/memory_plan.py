@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
-from fastsam.fed.executors.graph_passes import VIEWS, arguments, memory
-from fastsam.fed.executors.recording import ROWS
+from fastsam.fed.executors.simplify import VIEWS, arguments, memory
 from fastsam_kernels.rowprograms.instructions import FIRST_INPUT, OUT, SCRATCH, Input, NoFormError, RowOperand
+
+ROWS = 2  # rows of a recording for a row program, whose rows must not depend on their number
 
 
 @dataclass
@@ -57,9 +58,7 @@ class MemoryPlan:
             raise NoFormError("shapes that are not broadcast") from None
         is_one = place.tensor.dim() == 0 or (tensor_input is not None and tensor_input.one)
         row_stride = 0 if is_one else place.tensor.stride(0)
-        has_rows = t.dim() > 0 and strides[0] == t.stride(0)
-        is_shared = has_rows and "constant" in root(node).meta and _rows_are_alike(place.tensor)
-        if not (strides[0] == row_stride or is_shared) or (tensor_input is not None and tensor_input.labels):
+        if strides[0] != row_stride or (tensor_input is not None and tensor_input.labels):
             raise NoFormError("rows that overlap, or labels as numbers")
         return RowOperand(place.base, _offset(place, t), strides[1:])
 
@@ -155,10 +154,6 @@ def root(node: Node) -> Node:
     while node.target in VIEWS:
         node = arguments(node)[0]
     return node
-
-
-def _rows_are_alike(t: Tensor) -> bool:
-    return t.dim() > 0 and t.shape[0] == ROWS and torch.equal(t, t[:1].expand_as(t))
 
 
 def span(t: Tensor) -> int:

@@ -41,7 +41,7 @@ class RowPass:
 def row_pass(layout: Layout, device: torch.device, graph: Graph, slots: Sequence[int]) -> RowPass | None:
     """Return the row program of a graph whose outputs are losses and the gradients of the parameters `slots`, or None.
 
-    The graph was evaluated on `ROWS` rows (see `graph_passes`). It has no row program if an operation has no form. On
+    The graph was evaluated on `ROWS` rows (see `simplify`). It has no row program if an operation has no form. On
     CUDA it has none if a row does not fit the shared memory of a block. In other memory a block takes longer for its
     row than batched products take for all rows: 4.85 ms a round of an MLP 64-1024-10 on an H200.
     """

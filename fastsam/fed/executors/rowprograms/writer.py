@@ -12,10 +12,9 @@ import torch
 from torch.fx import Graph, Node
 
 from fastsam.arena import Segment
-from fastsam.fed.executors.graph_passes import VIEWS, arguments, aten, outputs
-from fastsam.fed.executors.recording import ROWS
 from fastsam.fed.executors.rowprograms.lookups import separate_lookups
-from fastsam.fed.executors.rowprograms.memory_plan import MemoryPlan, check_dtype
+from fastsam.fed.executors.rowprograms.memory_plan import ROWS, MemoryPlan, check_dtype
+from fastsam.fed.executors.simplify import VIEWS, arguments, aten, outputs
 from fastsam_kernels.rowprograms.instructions import (
     DIMS,
     IGNORED,
