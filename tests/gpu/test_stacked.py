@@ -9,7 +9,8 @@ from torch import Tensor, nn
 
 from bench.fed.workload import Workload
 from fastsam import fed
-from fastsam.fed.executors.cuda import Cuda
+from fastsam.fed.executors import cuda
+from fastsam.fed.executors.cuda import Captures, Cuda
 from fastsam.fed.executors.rowprograms.row_steps import RowSteps
 from fastsam.fed.executors.vmap import Vmap
 from fastsam_kernels import native
@@ -98,3 +99,56 @@ def test_convolutions(sizes: str, caplog: LogCaptureFixture) -> None:
     load = Workload("cnn", clients=3, cohort=3)
     clients = [(x[:n], y[:n]) for (x, y), n in zip(load.tensors(), SIZES[sizes], strict=True)]
     check_against_sequential(load.make_model, clients, None, caplog)
+
+
+class Dropping(nn.Module):
+    """A reader whose attention and features have dropout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        layer = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.2, batch_first=True)
+        self.words, self.inner, self.head = nn.Embedding(11, 16), nn.TransformerEncoder(layer, 1), nn.Linear(16, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.head(self.inner(self.words(x)).mean(1))
+        return result
+
+
+MODELS = {"attention": lambda: Reader(is_masked=True), "dropout": Dropping}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_steps_of_unequal_clients_are_captured(name: str, monkeypatch: MonkeyPatch) -> None:
+    """A run with captures ends where one without them does, and captures nothing from its third round on."""
+    captured, rounds, ends, capture = list[int](), [1], list[Tensor](), Captures.capture
+
+    def count(*operands: object) -> None:
+        captured.append(rounds[0])
+        capture(*operands)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Captures, "capture", count)
+    for limit in (cuda.MAX_GRAPHS, 0):
+        monkeypatch.setattr(cuda, "MAX_GRAPHS", limit)
+        rounds[0] = 1
+        result = fed.run(
+            MODELS[name](), texts((15, 12, 10, 7, 3), 8), fed.FedSAM(rho=0.05), rounds=5, batch_size=4, lr=0.05,
+            participation=1.0, slots=5, device=DEVICE, executor="vmap",
+            progress=lambda record: rounds.__setitem__(0, rounds[0] + 1),
+        )  # fmt: skip
+        ends.append(torch.cat([p.detach().flatten().cpu() for p in result.model.parameters()]))
+        if limit:
+            assert captured and max(captured) <= 2, captured
+    torch.testing.assert_close(*ends, rtol=1e-5, atol=1e-6)
+
+
+def test_a_client_drops_the_same_alone_and_in_a_group(caplog: LogCaptureFixture) -> None:
+    start, changes = torch.cat([p.detach().flatten() for p in Dropping().parameters()]), []
+    for slots in (1, 4):
+        result = fed.run(
+            Dropping(), texts((12, 9, 6, 12), 8), fed.FedSAM(rho=0.05), rounds=4, batch_size=4, lr=0.05,
+            participation=1.0, slots=slots, device=DEVICE, executor="vmap",
+        )  # fmt: skip
+        changes.append(torch.cat([p.detach().flatten().cpu() for p in result.model.parameters()]) - start)
+    assert float((changes[1] - changes[0]).norm()) <= 1e-2 * float(changes[0].norm())
+    assert "not replayed" not in caplog.text
