@@ -87,7 +87,7 @@ def table8(device: str, executor: str) -> Iterator[Item]:
 
 def transformers(device: str, executor: str) -> Iterator[Item]:
     """Yield rounds of clients with a BERT with adapters (bench/fed/bert.py), equal and unequal, along `CURVES`. Where
-    computing takes all the time, nobody gains."""
+    computing takes all the time, no contender gains."""
     from bench.fed import bert
 
     option = {BARE: "bare", CAPTURED: "captured"}.get(executor, executor)

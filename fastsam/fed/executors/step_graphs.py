@@ -85,8 +85,11 @@ class StepGraphs:
             client.advance(steps, self._passes[first.key])
 
     def _inputs(self, clients: Group, n: int, steps: int, columns: int) -> Tensor:
-        """Return for each of `n` rows the row that is read, the row that is written, the seeds of its steps if there
-        are more than two columns, and its samples, int64 `[n, columns + steps * batch]` on the host."""
+        """Return the inputs of a step of `n` rows, int64 `[n, columns + steps * batch]` on the host.
+
+        They are the row that is read, the row that is written, and the samples. Before the samples are the seeds of the
+        steps, if there are more than two columns.
+        """
         count = len(clients)
         inputs = torch.empty(n, columns + steps * clients[0].size, dtype=torch.int64, device="cpu")
         inputs[:count, 0] = inputs[:count, 1] = torch.tensor([client.slot for client in clients], device="cpu")

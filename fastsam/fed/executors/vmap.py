@@ -254,7 +254,7 @@ class Vmap(Executor):
 
     def _by_client(self, clients: Group, rows: int, run: Callable[[slice], Result]) -> list[Result]:
         """Return the result of all rows. If it raises, return the results of each client by itself, and exclude the
-        clients for which it raises again. The place of such a client has the result of another one, which nobody reads.
+        clients for which it raises again. The place of such a client has the result of another one, which is not read.
 
         Raises:
             ClientError: clients are not excluded, or all raise, or only all together do.

@@ -98,7 +98,7 @@ def test_operations_made_of_others_have_a_row_program(middle: nn.Module) -> None
 
 
 class Scaled(nn.Module):
-    """A number of the model, which has no rows, beside the rows of its clients."""
+    """Uses a number of the model, which is one for the rows of all clients."""
 
     def __init__(self, number: Tensor, function: Callable[[Tensor, Tensor], Tensor]) -> None:
         super().__init__()
