@@ -147,8 +147,8 @@ def test_stacked_transformers_have_the_numbers_of_sequential(name: str, option: 
 @pytest.mark.parametrize("option", OPTIONS)
 @pytest.mark.parametrize("name", MODELS)
 def test_they_are_stacked_with_their_own_dropout(name: str, option: str, caplog: pytest.LogCaptureFixture) -> None:
-    """A client drops the same alone and together with another one, and passes are replayed. Other draws would be a third of
-    what the rounds change."""
+    """A client drops the same alone and together with another one, and passes are replayed. Other draws would be a
+    third of what the rounds change."""
     one, two = (changes(name, "vmap", slots, **OPTIONS[option]) for slots in (1, 2))
     other = changes(name, "sequential", **OPTIONS[option])
     assert float((two - one).norm()) <= (0.05 if option == "bf16" else 1e-3) * float(one.norm())
