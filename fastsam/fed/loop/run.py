@@ -240,14 +240,19 @@ def _client_model(
 
 
 def _train_accuracy(loop: Loop, population: Population, state: RunState) -> float | None:
-    """Return the accuracy of the final model on all clients' samples if there is no test set and they are in memory."""
+    """Return the accuracy of the final model on all clients' samples if there is no test set and they are in memory.
+    It is None, with a warning, if the model raises for them, as for clients that were excluded."""
     if population.test_size or not isinstance(population.clients, PairClients):
         return None
     loop.view.load(state.server["w"], state.buffers)
     device = population.device
     with torch.random.fork_rng([device] if device.type == "cuda" else []):  # a model may draw in evaluation mode too
         torch.manual_seed(loop.settings.seed)
-        return accuracy(loop.view, population.clients.pairs, state.server["w"], loop.evaluator.kind.unlabelled)
+        try:
+            return accuracy(loop.view, population.clients.pairs, state.server["w"], loop.evaluator.kind.unlabelled)
+        except Exception as error:  # the run is done, and its result is not to be lost
+            log.warning("train_accuracy is None: the model raised %s: %s", type(error).__name__, error)
+            return None
 
 
 def _check_surroundings(run_dir: Any, resume: Any, collate: Any) -> None:

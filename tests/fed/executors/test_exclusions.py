@@ -213,6 +213,20 @@ def test_of_clients_that_share_a_pass_those_are_excluded_that_fail_alone(
     assert "not replayed" not in caplog.text
 
 
+def test_a_run_ends_though_samples_of_an_excluded_client_raise(caplog: pytest.LogCaptureFixture) -> None:
+    """There is no test set, so the training samples of all clients are evaluated at the end."""
+    clients = [(torch.randint(5, (10, 6)), torch.randint(3, (10,))) for _ in range(3)]
+    clients[1][0][7, 2] = 99
+    model = torch.nn.Sequential(torch.nn.Embedding(5, 4), torch.nn.Flatten(), torch.nn.Linear(24, 3))
+    for executor in ("sequential", "vmap"):
+        result = fed.run(
+            model, clients, fed.FedAvg(), rounds=2, batch_size=5, participation=1.0, on_client_error="exclude",
+            executor=executor,
+        )  # fmt: skip
+        assert excluded_clients(result) == [[1], [1]] and result.summary()["train_accuracy"] is None
+        assert "train_accuracy is None: the model raised IndexError" in caplog.text
+
+
 def test_too_many_and_all(tmp_path: Any) -> None:
     clients = oracle.ragged_clients(FLOAT, (10, 7, 7, 10))
     assert len(train(clients=clients, max_excluded=0.5).history) == 3

@@ -318,6 +318,44 @@ def test_epochs_have_the_bits_of_single_steps(method: str, options: dict, monkey
     assert native_ == digest(train(method, slots=3, **options))
 
 
+def texts(method: str, slots: int, wrong: bool = False, **options: Any) -> fed.Result:
+    """Train clients with unequal numbers of texts and unequal vocabularies. One index of client 3 may be `wrong`."""
+    draw = torch.Generator().manual_seed(0)
+    data = [
+        (torch.randint(3 + i, (n, 7), generator=draw), torch.randint(4, (n,), generator=draw))
+        for i, n in enumerate((23, 8, 5, 17, 1, 30))
+    ]
+    if wrong:
+        data[3][0][10, 2] = 11
+    return fed.run(
+        Words(mean_of_words, padding_idx=2), data, fed.algorithms.registry[method](), executor="vmap", rounds=3,
+        batch_size=5, local_epochs=2, slots=slots, cohort=6, test=data[0], **options,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("method", ["fedavg", "fedsam", pytest.param("scaffold", marks=pytest.mark.slow)])
+def test_epochs_of_texts_have_the_bits_of_single_steps(method: str, monkeypatch: MonkeyPatch) -> None:
+    counts, train_ = [], RowSteps._train
+
+    def count(self: RowSteps, group: Any, *operands: Any) -> None:
+        counts.append(max(count for _, count in group))
+        train_(self, group, *operands)
+
+    monkeypatch.setattr(RowSteps, "_train", count)
+    native_ = vector(texts(method, 3).model)
+    assert max(counts) > 1 and torch.equal(native_, vector(texts(method, 5).model))
+    monkeypatch.setattr(Replays, "row_pass", lambda *a: None)
+    assert torch.equal(native_, vector(texts(method, 3).model))
+
+
+def test_an_index_outside_of_a_table_excludes_its_client_alone() -> None:
+    with pytest.raises(fed.ClientError, match=r"client 3 failed in round 1.*: Index 11 is out of bounds"):
+        texts("fedavg", 3, wrong=True)
+    result = texts("fedavg", 3, wrong=True, on_client_error="exclude")
+    assert [entry["client"] for record in result.history for entry in record["excluded"]] == [3, 3, 3]
+    assert vector(result.model).isfinite().all()
+
+
 def with_wrong_label(on_client_error: str, joins: bool = True) -> fed.Result:
     """Train three clients, and from round 3 on a fourth, if it `joins`. Its ninth label changes to one that is no
     class, because wrong labels are refused before round 1."""

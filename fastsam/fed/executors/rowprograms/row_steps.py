@@ -121,9 +121,9 @@ class RowSteps:
 
 
 def _are_native(x: Tensor, *others: Tensor) -> bool:
-    """Return True for samples that a native call gathers: x in float32, and one label."""
+    """Return True for samples that a native call gathers: x in float32 or int64, and one label."""
     is_labels = [y.dtype == torch.int64 and y.dim() == 1 for y in others]
-    return x.dtype == torch.float32 and is_labels == [True]
+    return x.dtype in (torch.float32, torch.int64) and is_labels == [True]
 
 
 def _work(group: Sequence[Span], begins: Sequence[int]) -> Tensor:
