@@ -360,7 +360,7 @@ def _operation(node: Node) -> tuple[str, Any]:
 
 def _equal(x: Any, y: Any) -> bool:
     if isinstance(x, Tensor):
-        return x.dtype == y.dtype and torch.equal(x, y)
+        return x is y or (x.dtype == y.dtype and torch.equal(x, y))
     return type(x) is type(y) and bool(x == y)
 
 
@@ -571,7 +571,7 @@ class Replays:
         """
         rows, size = batch[0].shape[:2]
         expected = self._plain_results(weights, batch)
-        finite = torch.stack([t.reshape(rows, -1).isfinite().all(1) for t in (expected[0], *expected[1])]).all(0)
+        finite = torch.stack([t.isfinite()[..., None].flatten(1).all(1) for t in (expected[0], *expected[1])]).all(0)
         if not bool(finite.any()):
             return None
         try:
