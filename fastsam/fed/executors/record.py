@@ -33,16 +33,7 @@ from fastsam.fed.executors.rowprograms import FORMLESS
 from fastsam.fed.executors.rowprograms.forms import FORMS
 from fastsam.fed.executors.rowprograms.memory_plan import ROWS
 from fastsam.fed.executors.rowprograms.row_pass import RowPass
-from fastsam.fed.executors.simplify import (
-    arguments,
-    aten,
-    calls,
-    function_of,
-    memory,
-    module_of,
-    outputs,
-    simplify,
-)
+from fastsam.fed.executors.simplify import arguments, aten, calls, function_of, memory, module_of, outputs, simplify
 
 log = logging.getLogger("fastsam.fed")
 
