@@ -33,16 +33,7 @@ from fastsam.fed.executors.rowprograms import FORMLESS
 from fastsam.fed.executors.rowprograms.forms import FORMS
 from fastsam.fed.executors.rowprograms.memory_plan import ROWS
 from fastsam.fed.executors.rowprograms.row_pass import RowPass
-from fastsam.fed.executors.simplify import (
-    arguments,
-    aten,
-    calls,
-    function_of,
-    memory,
-    module_of,
-    outputs,
-    simplify,
-)
+from fastsam.fed.executors.simplify import arguments, aten, calls, function_of, memory, module_of, outputs, simplify
 from fastsam.fed.executors.stacked_dropout import draws
 
 log = logging.getLogger("fastsam.fed")
@@ -352,7 +343,7 @@ def _operation(node: Node) -> tuple[str, Any]:
 
 def _equal(x: Any, y: Any) -> bool:
     if isinstance(x, Tensor):
-        return x.dtype == y.dtype and torch.equal(x, y)
+        return x is y or (x.dtype == y.dtype and torch.equal(x, y))
     return type(x) is type(y) and bool(x == y)
 
 
@@ -563,7 +554,7 @@ class Replays:
         """
         rows, size = batch[0].shape[:2]
         expected = self._plain_results(weights, batch)
-        finite = torch.stack([t.reshape(rows, -1).isfinite().all(1) for t in (expected[0], *expected[1])]).all(0)
+        finite = torch.stack([t.isfinite()[..., None].flatten(1).all(1) for t in (expected[0], *expected[1])]).all(0)
         if not bool(finite.any()):
             return None
         try:

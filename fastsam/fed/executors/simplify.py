@@ -42,7 +42,12 @@ _DIRECT_FUNCTIONS: dict[Any, Any] = {
     )
     for name in names.split()
 }
-_METHODS: dict[Any, str] = {getattr(aten, name).default: name for name in ("view", "unsqueeze", "expand")}
+_METHODS: dict[Any, str] = {
+    aten.view.default: "view",
+    aten._unsafe_view.default: "view",
+    aten.unsqueeze.default: "unsqueeze",
+    aten.expand.default: "expand",
+}
 
 
 def simplify(graph: Graph) -> None:

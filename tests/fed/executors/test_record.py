@@ -324,6 +324,24 @@ def test_a_size_with_an_infinite_loss_is_compared_later():
     compare(passes, form, [(5, 2), (5, 2)])
 
 
+class Masked(nn.Linear):
+    """A layer with a buffer that has NaN, and an empty parameter."""
+
+    def __init__(self, *sizes):
+        super().__init__(*sizes)
+        self.register_buffer("mask", torch.tensor([torch.nan, 1.0, 1.0]))
+        self.empty = nn.Parameter(torch.zeros(0, dtype=self.weight.dtype))
+
+    def forward(self, x):
+        return super().forward(x) * self.mask.nan_to_num(0.5) + self.empty.sum()
+
+
+def test_a_buffer_with_nan_is_a_constant_and_a_parameter_may_be_empty(caplog):
+    passes, form, _ = joint_passes(Masked(8, 3).double())
+    compare(passes, form, [(5, 4), (5, 4), (5, 9)])
+    assert "not replayed" not in caplog.text
+
+
 def test_rows_that_are_not_finite_do_not_count():
     passes, form, calls = joint_passes(nn.Linear(8, 3).double())
     x, y = torch.randn(5, 4, 8, dtype=torch.float64), torch.randint(0, 3, (5, 4))
