@@ -58,8 +58,7 @@ class StepGraphs:
         key = next((key for key in keys if key in self._captures), keys[0])
         steps = key[-1]
         draws = row_steps.setup.draws is not None
-        columns = 2 + (steps if draws else 0)
-        inputs = to_device(self._inputs(clients, n, steps, columns), samples[0].device)
+        inputs = to_device(self._inputs(clients, n, steps, draws), samples[0].device)
         if first.key.has_rate:
             row_steps.rows.set_rates([client.rate for client in clients], inputs[: len(clients), 0])
         is_plain = True
@@ -67,7 +66,7 @@ class StepGraphs:
         def work(inputs: Tensor) -> None:
             nonlocal is_plain
             copies = scratch.gather(inputs[:, 0], first.key)
-            for i, places in enumerate(inputs[:, columns:].split(size, 1), 2):
+            for i, places in enumerate(inputs[:, -steps * size :].split(size, 1), 2):
                 batch = gather_samples(samples, places)
                 keys = [inputs[:, i : i + 1].expand(-1, size)] if draws else []
                 passes = step(copies, (*batch, *keys))
@@ -84,21 +83,14 @@ class StepGraphs:
         for client in clients:
             client.advance(steps, self._passes[first.key])
 
-    def _inputs(self, clients: Group, n: int, steps: int, columns: int) -> Tensor:
-        """Return the inputs of a step of `n` rows, int64 `[n, columns + steps * batch]` on the host.
-
-        They are the row that is read, the row that is written, and the samples. Before the samples are the seeds of the
-        steps, if there are more than two columns.
-        """
-        count = len(clients)
-        inputs = torch.empty(n, columns + steps * clients[0].size, dtype=torch.int64, device="cpu")
-        inputs[:count, 0] = inputs[:count, 1] = torch.tensor([client.slot for client in clients], device="cpu")
-        if columns > 2:
-            inputs[:count, 2:columns] = keys_of(clients, steps)
-        inputs[:count, columns:] = next_indices(clients, steps)
-        inputs[count:] = inputs[0]
-        inputs[count:, 1] = self.slots
-        return inputs
+    def _inputs(self, clients: Group, n: int, steps: int, draws: bool) -> Tensor:
+        """Return the inputs of `n` rows, int64 `[n, 2 + seeds + steps * batch]` on the host: the row that is read, the
+        row that is written, the seeds of the steps if the model draws, and the samples."""
+        missing, first = n - len(clients), clients[0]
+        rows = [*[(c.slot, c.slot) for c in clients], *[(first.slot, self.slots)] * missing]
+        clients = [*clients, *[first] * missing]
+        keys = [keys_of(clients, steps)] if draws else []
+        return torch.cat([torch.tensor(rows, device="cpu"), *keys, next_indices(clients, steps)], 1)
 
 
 def _number_of_rows(n: int, slots: int) -> int:
