@@ -1,6 +1,6 @@
 """`FusedSAM`, its variants and schedules; `Lion`, which torch does not have.
 
-One step:  FusedSAM.step (fused_sam) -> Engine.collect_grads (param_tracking, param_guard) -> Engine.perturb (engine)
+One step:  FusedSAM.step (fused_sam) -> Engine.collect_grads (param_tracking, tensor_table) -> Engine.perturb (engine)
            -> collect_grads -> Engine.update (engine) -> FusedUpdate.prepare (update)
 
 `step_phase` checks the order of calls, `param_groups` the groups, `parameters` the tensors. `state_dict` and

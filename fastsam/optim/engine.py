@@ -108,37 +108,40 @@ class Engine(ParamTracker):
 
     def _move(self, calls: list[BucketGrads], scale: Tensor | None, donate: bool = False) -> None:
         """Perturb along the vectors of `calls`. In the state PERTURBED the weights are saved already."""
-        seed, phase = self._seed, self.weight_state
-        if phase is not WeightState.PERTURBED:
-            phase = WeightState.PERTURBING
-        needs_ops = self.plan.uses_separate_norm or self.has_sharded_params
-        is_single_call = len(calls) == 1 and seed is None and not needs_ops
-        direct = None
-        if is_single_call:
-            bucket, selection, grads = calls[0]
-            direct = bucket.swap(selection, grads, donate) if selection.swap is not None else None
-            direct = direct or bucket.direct_calls(selection)
-        if direct is None or (self._hparams.adaptive and calls[0][0].backup.is_master):
+        direct, old_state = self._direct_calls(calls, donate), self.weight_state
+        if direct is None:
+            _check_not_freed(calls)
             self._norm(calls)
             self._hparams.apply_rho_fn(self._sum, scale)
-            self.weight_state = phase
+        try:
+            self.weight_state = old_state if old_state is WeightState.PERTURBED else WeightState.PERTURBING
             for bucket, selection, grads in calls:
-                bucket.perturb_(selection, grads, self._sum, seed)
-        else:
-            old_state, self.weight_state = self.weight_state, phase
-            try:
-                bucket.norm_perturb_(direct, selection, grads, self._sum, self._hparams.adaptive)
-            except FreedError:
-                self.weight_state = old_state  # to take back a perturbation, `restore_weights` would read the gradients
-                raise
+                if direct is None:
+                    bucket.perturb_(selection, grads, self._sum, self._seed)
+                else:
+                    bucket.norm_perturb_(direct, selection, grads, self._sum, self._hparams.adaptive)
+        except FreedError:
+            self.weight_state = old_state  # to take back a perturbation, `restore_weights` would read the gradients
+            raise
         self.weight_state = WeightState.PERTURBED
         self._calls = []
         self._invalidate_unsharded()
         if self.in_backward is not None:
+            self._sync_state()
             self.in_backward.updated_slots.clear()
             for bucket, selection, _ in calls:
                 if donate and bucket.backup.active_swap is not None:
                     self.in_backward.register(bucket, selection.slots, self._update_one)
+
+    def _direct_calls(self, calls: list[BucketGrads], donate: bool) -> Any:
+        """Return the direct calls that make norm and perturbation in one pass; None if the norm has to be known
+        first."""
+        if len(calls) != 1 or self.stochastic_rounding or self.plan.uses_separate_norm or self.has_sharded_params:
+            return None
+        bucket, selection, grads = calls[0]
+        if self._hparams.adaptive and bucket.backup.is_master:
+            return None
+        return (selection.swap and bucket.swap(selection, grads, donate)) or bucket.direct_calls(selection)
 
     def _update_one(self, bucket: Bucket, slot: int) -> bool:
         """Update a parameter whose second gradient is complete, while others wait for their gradients.
@@ -189,6 +192,7 @@ class Engine(ParamTracker):
 
     def _update_fused(self, calls: Sequence[BucketGrads], scales: LossScales, found_inf: Tensor | None) -> None:
         uses_combiner, perturbs_every_step = self.plan.uses_combiner, self.plan.perturbs_every_step
+        self._sync_state()
         is_perturbed = perturbs_every_step or self.perturbs
         if not is_perturbed:
             self._begin_unperturbed(calls)

@@ -129,7 +129,7 @@ class OnePass(Engine):
 
     def perturb_clean(self) -> None:
         """Move from the clean weights to the perturbed point; nothing before the first step."""
-        if self._guard is None and not self._carried_weights and not self.base.state:
+        if self._table is None and not self._carried_weights and not self.base.state:
             return
         self.begin_step()
         self._sync_params()
