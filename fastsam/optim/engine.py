@@ -172,7 +172,12 @@ class Engine(ParamTracker):
         if self.combiner.needs_g1:
             for bucket, selection, grads in calls:
                 bucket.store_g1(selection, grads)
-        return self.combiner.directions(calls, scale) if self.variant.has_direction else calls
+        if not self.variant.has_direction:
+            return calls
+        if self.variant.base_state is not None and self._sync_state():
+            for update in self._updates:  # entries that were replaced, loaded or cleared
+                update.adopt(self._hparams.specs, self.base.state)
+        return self.combiner.directions(calls, scale)
 
     def update(
         self, calls: Sequence[BucketGrads], scales: LossScales, found_inf: Tensor | None, skip_nonfinite: bool

@@ -26,7 +26,7 @@ class GradCombiner:
 
     def __init__(self, variant: SAM) -> None:
         self.coefficients, self.unperturbed_coefficients = variant.coefficients, variant.unperturbed_coefficients
-        self.state, self.choose = variant.state, variant.direction
+        self.state, self.choose, self.base_state = variant.state, variant.direction, variant.base_state
         updates_state = variant.state is VariantState.ORTHOGONAL
         if updates_state and self.coefficients.needs_g1:
             raise ValueError(
@@ -44,7 +44,7 @@ class GradCombiner:
         """Return `calls` with the vectors of the perturbation in place of the first gradients, whose loss scale is
         `scale` (None if it is not known)."""
         factor = None if self.unit is None or scale is None else self.unit / scale
-        return [(b, part, b.direction_(part, grads, self.choose, factor)) for b, part, grads in calls]
+        return [(b, part, b.direction_(part, grads, self.choose, factor, self.base_state)) for b, part, grads in calls]
 
     def combine(
         self,

@@ -22,6 +22,7 @@ from fastsam.optim.in_backward import InBackwardHooks
 from fastsam.optim.parameters import parameters_of
 from fastsam.optim.sharded import ShardGroups, fsdp_modules_of, reshard, shard_groups_of, to_local
 from fastsam.optim.state_dict_format import Weights, load_saved_weights, saved_weights
+from fastsam.optim.step_plan import check_base
 from fastsam.optim.tensor_table import TensorTable, any_gradient
 from fastsam.optim.update import FusedUpdate, Group, UpdateRule, rule_of
 from fastsam.optim.variants.sam import SAM, OnePassDirection, VariantState
@@ -157,11 +158,13 @@ class ParamTracker:
         ):
             self.rebuild()
 
-    def _sync_state(self) -> None:
-        """Forget the calls of the last update if the state has other tensors."""
-        if not torch.compiler.is_compiling() and self._table and not self._table.has_state(self.base.state):
-            for update in self._updates:
-                update.reset()
+    def _sync_state(self) -> bool:
+        """Forget the calls of the last update and return True if the state has other tensors."""
+        if torch.compiler.is_compiling() or self._table is None or self._table.has_state(self.base.state):
+            return False
+        for update in self._updates:
+            update.reset()
+        return True
 
     @torch._disable_dynamo
     def rebuild(self) -> None:
@@ -178,6 +181,7 @@ class ParamTracker:
         is_reversed = self.variant.one_pass_direction is OnePassDirection.MOMENTUM
         rho_fn = self.variant.rho_fn
         scalars = HParamTensor(rule, groups, device, self._coefficients, self.max_grad_norm, is_reversed, rho_fn)
+        check_base(self.variant, self.base, groups)
         weights = {**self._carried_weights, **self.copy_weights()}
         uninitialized_params = self._without_buffers(params, weights)
         buckets = self._make_buckets(uninitialized_params, scalars)

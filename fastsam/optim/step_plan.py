@@ -1,10 +1,18 @@
-"""The parts of a step that a variant needs. They are computed once, when the engine is made."""
+"""The parts of a step that a variant needs, which are computed once, when the engine is made; and the base optimizers
+that serve it."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+from torch.optim import Optimizer
+
+from fastsam.optim.update import Group, rule_of
 from fastsam.optim.variants.sam import SAM, OnePassDirection, VariantState
+
+# By update rule: the field of its state that is a momentum.
+MOMENTA = {"sgd": "momentum_buffer", "rmsprop": "momentum_buffer", "adam": "exp_avg", "lion": "exp_avg"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,3 +55,32 @@ def plan_of(variant: SAM) -> StepPlan:
         has_unperturbed_groups=has_unperturbed_groups,
         is_plain_sam=perturbs_every_step and not needs_more,
     )
+
+
+def check_base(variant: SAM, base: Optimizer, groups: Sequence[Group]) -> None:
+    """Raise ValueError for a base optimizer without a learning rate or a state that the variant needs."""
+    rule, name = rule_of(base), type(variant).__name__
+    if variant.coefficients.wsam_weight and any("lr" not in group for group in groups):
+        raise ValueError(
+            f"{name} needs a base optimizer with a learning rate, which {type(base).__name__} has not; take "
+            "decouple=False, or another base"
+        )
+    entry = variant.base_state
+    if entry is not None and (rule is None or not all(entry in rule.fields(group) for group in groups)):
+        raise ValueError(
+            f"{name} reads {entry} in the state of its base optimizer, which has to be torch.optim.Adam or AdamW "
+            f"(without amsgrad); got {type(base).__name__}"
+        )
+    if variant.one_pass_direction is not OnePassDirection.MOMENTUM:
+        return
+    if rule is None or rule.name not in MOMENTA:
+        raise ValueError(
+            f"{name} perturbs against the momentum of its base optimizer, which has to be torch.optim.SGD or RMSprop "
+            f"with a momentum, Adam or AdamW (without amsgrad), or fastsam.Lion; got {type(base).__name__}"
+        )
+    for number, group in enumerate(groups):
+        if MOMENTA[rule.name] not in rule.fields(group):
+            raise ValueError(
+                f"{name} perturbs against the momentum of its base optimizer, and parameter group {number} has none; "
+                f"give one: momentum=0.9"
+            )
