@@ -45,7 +45,7 @@ VARIANTS: dict[str, Callable[[], variants.SAM]] = {
     "friendly": partial(variants.FriendlySAM, 0.3),
     "vasso": partial(variants.VaSSO, 0.3, theta=0.4),
     "samon": partial(variants.SAMON, 0.3),
-    "preconditioned": partial(variants.PreconditionedSAM, 0.3, eps=1e-3),
+    "preconditioned": lambda: variants.PreconditionedSAM(0.3, eps=1e-3),  # other commits may not have it
     "msam": partial(variants.MSAM, 0.3),
     "last gradient": partial(variants.LastGradient, 0.3),
 }

@@ -16,12 +16,11 @@ from torch.optim import Optimizer
 from fastsam.optim.backup import Target
 from fastsam.optim.bucket import GRADIENT, VARIANT_STATE, Bucket, BucketGrads
 from fastsam.optim.engine import Engine
-from fastsam.optim.grad_combination import c_call
 from fastsam.optim.hparams import LossScales
 from fastsam.optim.param_tracking import WeightState
 from fastsam.optim.selection import Selection
 from fastsam.optim.state_dict_format import CheckedState, Weights
-from fastsam.optim.step_plan import MOMENTA, check_base
+from fastsam.optim.variant_step import MOMENTA, c_call, check_base
 from fastsam.optim.variants.sam import SAM, OnePassDirection, VariantState
 
 IN_EVALUATION = (

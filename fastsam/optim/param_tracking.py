@@ -22,9 +22,9 @@ from fastsam.optim.in_backward import InBackwardHooks
 from fastsam.optim.parameters import parameters_of
 from fastsam.optim.sharded import ShardGroups, fsdp_modules_of, reshard, shard_groups_of, to_local
 from fastsam.optim.state_dict_format import Weights, load_saved_weights, saved_weights
-from fastsam.optim.step_plan import check_base
 from fastsam.optim.tensor_table import TensorTable, any_gradient
 from fastsam.optim.update import FusedUpdate, Group, UpdateRule, rule_of
+from fastsam.optim.variant_step import check_base
 from fastsam.optim.variants.sam import SAM, OnePassDirection, VariantState
 from fastsam.step import GradCoefficients
 
@@ -158,13 +158,13 @@ class ParamTracker:
         ):
             self.rebuild()
 
-    def _sync_state(self) -> bool:
-        """Forget the calls of the last update and return True if the state has other tensors."""
-        if torch.compiler.is_compiling() or self._table is None or self._table.has_state(self.base.state):
-            return False
-        for update in self._updates:
-            update.reset()
-        return True
+    def _sync_state(self) -> None:
+        """Forget the calls of the last update if the state has other tensors, and adopt what a direction reads."""
+        if not torch.compiler.is_compiling() and self._table and not self._table.has_state(self.base.state):
+            for update in self._updates:
+                update.reset()
+                if self.variant.base_state is not None:
+                    update.adopt(self._hparams.specs, self.base.state)
 
     @torch._disable_dynamo
     def rebuild(self) -> None:
