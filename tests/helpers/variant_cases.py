@@ -296,10 +296,6 @@ CASES: dict[str, Case] = {
     "friendly": Case(FriendlySAM(RHO, sigma=0.8, lmbda=0.7), lambda: PaperFriendly(sigma=0.8, lmbda=0.7)),
     "gradient penalty": Case(GradientPenalty(RHO, alpha=ALPHA), lambda: PaperGradientPenalty(alpha=ALPHA)),
     "l-inf": Case(LInfSAM(0.05), PaperLInf),
-    "preconditioned": Case(PreconditionedSAM(RHO, eps=0.01), PaperPreconditioned, ["adamw"]),
-    "preconditioned, every other": Case(
-        PreconditionedSAM(RHO, eps=0.01, interval=2), lambda: PaperPreconditioned(interval=2), ["adamw"]
-    ),
     "vasso": Case(VaSSO(RHO, theta=0.4), lambda: PaperVaSSO(theta=0.4)),
     "vasso, every other": Case(VaSSO(RHO, theta=0.4, interval=2), lambda: PaperVaSSO(theta=0.4, interval=2)),
     "lesam": Case(SAM(RHO, rho_fn=LESAM(sigma=PaperLESAM.sigma)), PaperLESAM),
@@ -310,6 +306,10 @@ CASES: dict[str, Case] = {
     ),
     "vasso, late": Case(VaSSO(RHO, theta=0.4, start=2), lambda: PaperVaSSO(theta=0.4, start=2)),
     "looksam, late": Case(LookSAM(RHO, k=2, alpha=ALPHA, start=3), lambda: PaperLookSAM(interval=2, start=3)),
+    "preconditioned": Case(PreconditionedSAM(RHO, eps=0.01), PaperPreconditioned, ["adamw"]),
+    "preconditioned, every other": Case(
+        PreconditionedSAM(RHO, eps=0.01, interval=2), lambda: PaperPreconditioned(interval=2), ["adamw"]
+    ),
 }
 
 
