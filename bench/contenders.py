@@ -214,10 +214,13 @@ class CompiledStepper(Stepper):
 
 
 def ours(backend: str = "auto", sam: SAM | None = None, **options: Any) -> Callable[[Sequence[Tensor]], Stepper]:
-    """Return what builds a stepper of `FusedSAM`. SAMON perturbs the tensors of one dimension here."""
+    """Return what builds a stepper of `FusedSAM`. SAMON perturbs the tensors of one dimension here, and the base of
+    PreconditionedSAM is AdamW."""
     keywords = {"variant": sam or PLAIN, "backend": backend, **options, **SGD_OPTIONS}
 
     def make(params: list[nn.Parameter]) -> FusedSAM:
+        if isinstance(sam, variants.PreconditionedSAM):
+            return FusedSAM(params, torch.optim.AdamW, **{n: v for n, v in keywords.items() if n != "momentum"})
         if not isinstance(sam, variants.SAMON):
             return FusedSAM(params, torch.optim.SGD, **keywords)
         other_params = [p for p in params if p.dim() != 1]
@@ -290,6 +293,7 @@ VARIANTS: dict[str, tuple[SAM, float, tuple[str, dict[str, Any]] | None]] = {
     "VaSSO": (variants.VaSSO(RHO), 80, None),
     "SAMON": (variants.SAMON(RHO), 36, None),
     "LInfSAM": (variants.LInfSAM(RHO / 100), 68, None),
+    "PreconditionedSAM": (variants.PreconditionedSAM(RHO), 98, None),
     "MSAM": (variants.MSAM(RHO), 36, None),
     "LastGradient": (variants.LastGradient(RHO), 44, None),
 }

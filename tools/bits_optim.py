@@ -45,6 +45,7 @@ VARIANTS: dict[str, Callable[[], variants.SAM]] = {
     "friendly": partial(variants.FriendlySAM, 0.3),
     "vasso": partial(variants.VaSSO, 0.3, theta=0.4),
     "samon": partial(variants.SAMON, 0.3),
+    "preconditioned": lambda: variants.PreconditionedSAM(0.3, eps=1e-3),  # other commits may not have it
     "msam": partial(variants.MSAM, 0.3),
     "last gradient": partial(variants.LastGradient, 0.3),
 }
@@ -257,23 +258,24 @@ def _leaves(value: Any) -> Iterator[Any]:
 def _trainings() -> Iterator[Training]:
     plain = Training()
     for variant, base in itertools.product(VARIANTS, ("sgd", "adamw", "nadam")):
-        if variant == "msam" and base == "nadam":
+        if (variant == "msam" and base == "nadam") or (variant == "preconditioned" and base != "adamw"):
             continue
         for way, dtype in (("closure", F32), ("halves", BF16)):
             yield Training(variant, base, dtype, way, groups=2 if variant == "samon" else 1)
     for base, dtype in itertools.product(BASES, (F32, F64, BF16, F16, None)):
         yield Training("sam", base, dtype, "halves")
     for variant in VARIANTS:
-        yield Training(variant, "rmsprop", F64, groups=2)
+        base, second_base = ("adamw", "adam") if variant == "preconditioned" else ("sgd", "rmsprop")
+        yield Training(variant, second_base, F64, groups=2)
         yield Training(variant, "adam", None, "halves")
-        yield Training(variant, "sgd", F32, "halves", scaler=True)
-        yield Training(variant, "sgd", F16, backend="reference")
-        yield Training(variant, "sgd", F32, backend="foreach", groups=2)
-        yield Training(variant, "sgd", F32, event="resume")
-        yield Training(variant, "sgd", F32, "halves", options={"skip_nonfinite": True}, event="nonfinite")
-        yield Training(variant, "sgd", BF16, options={"stochastic_rounding": True})
+        yield Training(variant, base, F32, "halves", scaler=True)
+        yield Training(variant, base, F16, backend="reference")
+        yield Training(variant, base, F32, backend="foreach", groups=2)
+        yield Training(variant, base, F32, event="resume")
+        yield Training(variant, base, F32, "halves", options={"skip_nonfinite": True}, event="nonfinite")
+        yield Training(variant, base, BF16, options={"stochastic_rounding": True})
         yield Training(variant, "adamw", F32, "halves", gap="second")
-        yield Training(variant, "sgd", F32, layout="gaps")
+        yield Training(variant, base, F32, layout="gaps")
     for gap, way in itertools.product(GAPS, ("closure", "halves")):
         yield Training(way=way, gap=gap)
     for event, variant in itertools.product(EVENTS, ("sam", "gsam", "msam")):

@@ -125,14 +125,16 @@ class Bucket:
         grads: Sequence[Tensor],
         choose: Callable[[Tensor, Tensor, Tensor], Tensor],
         factor: Tensor | None,
+        base_state: str | None,
     ) -> list[Tensor]:
         """Return the vectors along which these parameters are perturbed: `choose(factor * g, state, next_state)`,
-        see `SAM.direction`. The state of other parameters stays."""
+        see `SAM.direction`. The state of other parameters stays. `base_state` is the variant's."""
         g = self.fill_(self.field(GRADIENT), selection, grads)
         if factor is not None:
             g.mul_(factor)
         if VARIANT_STATE not in self.arena:
-            return selection.views(self.to_param_dtype(choose(g, g[:, :0], g[:, :0])))
+            state = g[:, :0] if base_state is None else self.field(base_state)
+            return selection.views(self.to_param_dtype(choose(g, state, g[:, :0])))
         state, next_state = self.field(VARIANT_STATE), self.field(NEXT_STATE)
         direction = choose(g, state, next_state)
         if selection is not self.whole:

@@ -13,14 +13,13 @@ from torch.optim import Optimizer
 from fastsam.optim.backup import Target
 from fastsam.optim.base_optimizer import unhooked_step, unscale_
 from fastsam.optim.bucket import Bucket, BucketGrads
-from fastsam.optim.grad_combination import GradCombiner, clip_in_memory, largest, or_nonfinite, update_norm, with_norm
 from fastsam.optim.hparams import LossScales
 from fastsam.optim.param_tracking import ParamTracker, WeightState
 from fastsam.optim.selection import Selection
 from fastsam.optim.sharded import all_reduced
 from fastsam.optim.state_dict_format import STEPS, CheckedState
-from fastsam.optim.step_plan import plan_of
 from fastsam.optim.update import UpdateInputs, rule_of
+from fastsam.optim.variant_step import VariantStep, clip_in_memory, largest, or_nonfinite, update_norm, with_norm
 from fastsam.optim.variants.sam import SAM
 from fastsam_kernels.constants import FreedError, check_not_freed
 
@@ -39,19 +38,18 @@ class Engine(ParamTracker):
     weights.
 
     Attributes:
-        combiner: combines both gradients for the update, by the coefficients of the variant.
-        plan: the parts of a step that the variant needs.
+        variant_step: the parts of a step that the variant needs, and the combination of its gradients.
     """
 
     def __init__(self, base: Optimizer, backend: str, stochastic_rounding: bool, exclusive: bool, variant: SAM) -> None:
-        self.combiner, self.plan = GradCombiner(variant), plan_of(variant)
+        self.variant_step = VariantStep(variant)
         self.stochastic_rounding = stochastic_rounding
         # Here, and not on the optimizer, because Lightning's wrapper shares its attributes for reading only.
         self.training = True  # False in the evaluation of a variant of one pass
         self.in_closure = False  # a closure of `step` is running
         self.is_finishing = False  # `second_step` is running
         self._calls: list[BucketGrads] = []  # calls of a perturbation under way
-        coefficients = self.combiner.coefficients if self.plan.uses_combiner else None
+        coefficients = self.variant_step.coefficients if self.variant_step.combines else None
         super().__init__(base, backend, exclusive, variant, coefficients)
         self.steps = self.steps
 
@@ -68,7 +66,7 @@ class Engine(ParamTracker):
 
     def _count(self, steps: int) -> list[partial[Any]]:
         """Return the calls that set the count of steps; none if every step perturbs."""
-        groups = [] if self.plan.perturbs_every_step else self.base.param_groups
+        groups = [] if self.variant_step.perturbs_every_step else self.base.param_groups
         return [partial(group.__setitem__, STEPS, steps) for group in groups]
 
     # --- the passes ---
@@ -78,7 +76,7 @@ class Engine(ParamTracker):
     @property
     def perturbs(self) -> bool:
         """True if the step that begins, or is under way, perturbs."""
-        return self.plan.perturbs_every_step or self.variant.perturbs_at(self.steps)
+        return self.variant_step.perturbs_every_step or self.variant.perturbs_at(self.steps)
 
     def perturb(self, calls: list[BucketGrads], scale: Tensor | None, donate: bool) -> None:
         """Move the weights to the perturbed point, with the gradients that `collect_grads` found.
@@ -94,7 +92,7 @@ class Engine(ParamTracker):
             self.begin_step()
         for bucket in self.buckets:
             bucket.backup.begin_step()
-        if not self.plan.is_plain_sam:
+        if not self.variant_step.is_plain_sam:
             _check_not_freed(calls)
             if not self.perturbs:  # the weights are not saved, because nothing moves them
                 for bucket in self.buckets:
@@ -108,37 +106,40 @@ class Engine(ParamTracker):
 
     def _move(self, calls: list[BucketGrads], scale: Tensor | None, donate: bool = False) -> None:
         """Perturb along the vectors of `calls`. In the state PERTURBED the weights are saved already."""
-        seed, phase = self._seed, self.weight_state
-        if phase is not WeightState.PERTURBED:
-            phase = WeightState.PERTURBING
-        needs_ops = self.plan.uses_separate_norm or self.has_sharded_params
-        is_single_call = len(calls) == 1 and seed is None and not needs_ops
-        direct = None
-        if is_single_call:
-            bucket, selection, grads = calls[0]
-            direct = bucket.swap(selection, grads, donate) if selection.swap is not None else None
-            direct = direct or bucket.direct_calls(selection)
-        if direct is None or (self._hparams.adaptive and calls[0][0].backup.is_master):
+        direct, old_state = self._direct_calls(calls, donate), self.weight_state
+        if direct is None:
+            _check_not_freed(calls)
             self._norm(calls)
             self._hparams.apply_rho_fn(self._sum, scale)
-            self.weight_state = phase
+        try:
+            self.weight_state = old_state if old_state is WeightState.PERTURBED else WeightState.PERTURBING
             for bucket, selection, grads in calls:
-                bucket.perturb_(selection, grads, self._sum, seed)
-        else:
-            old_state, self.weight_state = self.weight_state, phase
-            try:
-                bucket.norm_perturb_(direct, selection, grads, self._sum, self._hparams.adaptive)
-            except FreedError:
-                self.weight_state = old_state  # to take back a perturbation, `restore_weights` would read the gradients
-                raise
+                if direct is None:
+                    bucket.perturb_(selection, grads, self._sum, self._seed)
+                else:
+                    bucket.norm_perturb_(direct, selection, grads, self._sum, self._hparams.adaptive)
+        except FreedError:
+            self.weight_state = old_state  # to take back a perturbation, `restore_weights` would read the gradients
+            raise
         self.weight_state = WeightState.PERTURBED
         self._calls = []
         self._invalidate_unsharded()
         if self.in_backward is not None:
+            self._sync_state()
             self.in_backward.updated_slots.clear()
             for bucket, selection, _ in calls:
                 if donate and bucket.backup.active_swap is not None:
                     self.in_backward.register(bucket, selection.slots, self._update_one)
+
+    def _direct_calls(self, calls: list[BucketGrads], donate: bool) -> Any:
+        """Return the direct calls that make norm and perturbation in one pass; None if the norm has to be known
+        first."""
+        if len(calls) != 1 or self.stochastic_rounding or self.variant_step.needs_norm or self.has_sharded_params:
+            return None
+        bucket, selection, grads = calls[0]
+        if self._hparams.adaptive and bucket.backup.is_master:
+            return None
+        return (selection.swap and bucket.swap(selection, grads, donate)) or bucket.direct_calls(selection)
 
     def _update_one(self, bucket: Bucket, slot: int) -> bool:
         """Update a parameter whose second gradient is complete, while others wait for their gradients.
@@ -163,13 +164,17 @@ class Engine(ParamTracker):
 
     def _with_directions(self, calls: list[BucketGrads], scale: Tensor | None) -> list[BucketGrads]:
         """Return the calls of a variant with its directions, and keep first gradients that the second pass reads."""
-        if self.plan.has_unperturbed_groups:
+        if self.variant_step.has_unperturbed_groups:
             moves = list(map(self.variant.perturbs_group, self.base.param_groups))
             calls = [_perturbed_subset(moves, *call) for call in calls]
-        if self.combiner.needs_g1:
+        if self.variant_step.needs_g1:
             for bucket, selection, grads in calls:
                 bucket.store_g1(selection, grads)
-        return self.combiner.directions(calls, scale) if self.variant.has_direction else calls
+        if not self.variant.has_direction:
+            return calls
+        if self.variant.base_state is not None:
+            self._sync_state()
+        return self.variant_step.directions(calls, scale)
 
     def update(
         self, calls: Sequence[BucketGrads], scales: LossScales, found_inf: Tensor | None, skip_nonfinite: bool
@@ -179,7 +184,7 @@ class Engine(ParamTracker):
         If the update is not fused and there is a GradScaler, it waits for the device, as torch's unfused optimizers do.
         """
         if skip_nonfinite:
-            if self.plan.uses_combiner:
+            if self.variant_step.combines:
                 self._hparams.set_single_grad_coefficients()  # a coefficient of the last step may be infinite
             found_inf = or_nonfinite(found_inf, update_norm(UpdateInputs(calls)).to(self._sum.device))
         if self.rule is None:
@@ -188,16 +193,17 @@ class Engine(ParamTracker):
             self._update_fused(calls, scales, found_inf)
 
     def _update_fused(self, calls: Sequence[BucketGrads], scales: LossScales, found_inf: Tensor | None) -> None:
-        uses_combiner, perturbs_every_step = self.plan.uses_combiner, self.plan.perturbs_every_step
+        combines, perturbs_every_step = self.variant_step.combines, self.variant_step.perturbs_every_step
+        self._sync_state()
         is_perturbed = perturbs_every_step or self.perturbs
         if not is_perturbed:
             self._begin_unperturbed(calls)
-        if uses_combiner:
+        if combines:
             _check_not_freed(calls)
             if is_perturbed:
-                inputs = self.combiner.combine(self._hparams, calls, self._sum, scales, found_inf)
+                inputs = self.variant_step.combine(self._hparams, calls, self._sum, scales, found_inf)
             else:
-                inputs = self.combiner.combine_single(self._hparams, calls, scales, found_inf)
+                inputs = self.variant_step.combine_single(self._hparams, calls, scales, found_inf)
         else:
             inputs = UpdateInputs(calls, None, [], found_inf, scales.g2)
             if self.max_grad_norm is not None:
@@ -206,10 +212,10 @@ class Engine(ParamTracker):
         afterwards: list[partial[Any]] = []
         for update, (_, selection, grads) in zip(self._updates, inputs.calls):  # noqa: B905  (`strict` would cost time)
             ready += update.prepare(selection, grads, self._hparams.specs, self.base.state, inputs, afterwards)
-        if uses_combiner:
+        if combines:
             ready += inputs.calls_after
             if is_perturbed:
-                ready += self.combiner.unit_calls(scales.g1)
+                ready += self.variant_step.unit_calls(scales.g1)
         if not perturbs_every_step:
             ready += self._post_update_calls(inputs.calls, inputs.found_inf)
         ready += afterwards
@@ -255,23 +261,25 @@ class Engine(ParamTracker):
         the gradients."""
         is_perturbed, calls_after = self.perturbs, []
         self.restore_weights()
-        if self.plan.uses_combiner:
-            inputs = self.combiner.combine_in_place(self._hparams, calls, self._sum, scales, found_inf, is_perturbed)
+        if self.variant_step.combines:
+            inputs = self.variant_step.combine_in_place(
+                self._hparams, calls, self._sum, scales, found_inf, is_perturbed
+            )
             calls_after, found_inf = inputs.calls_after, inputs.found_inf
         if found_inf is None or found_inf.item() == 0:
             if scales.g2 is not None:
                 unscale_(self.base, scales.g2)
-            sharpness = self.combiner.coefficients.wsam_weight if is_perturbed else 0.0
+            sharpness = self.variant_step.coefficients.wsam_weight if is_perturbed else 0.0
             if self.max_grad_norm is not None:
                 clip_in_memory(calls, self.max_grad_norm, sharpness, scales.g2)
             unhooked_step(self.base)(self.base)
             if sharpness:
-                self.combiner.apply_sharpness(self.base.param_groups, calls, scales.g2)
-            if self.plan.uses_combiner and is_perturbed:
-                calls_after += self.combiner.unit_calls(scales.g1)
+                self.variant_step.apply_sharpness(self.base.param_groups, calls, scales.g2)
+            if self.variant_step.combines and is_perturbed:
+                calls_after += self.variant_step.unit_calls(scales.g1)
             for call in calls_after:
                 call()
-        if not self.plan.perturbs_every_step:
+        if not self.variant_step.perturbs_every_step:
             for call in self._post_update_calls(calls, found_inf):
                 call()
         self._invalidate_unsharded()
@@ -341,10 +349,10 @@ class Engine(ParamTracker):
         """Return the counts of perturbations and steps on which the next ones depend, and the unit of a direction's
         memory."""
         numbers: dict[str, float] = {"perturbations": int(self.perturbations)} if self.stochastic_rounding else {}
-        if not self.plan.perturbs_every_step:
+        if not self.variant_step.perturbs_every_step:
             numbers["steps"] = self.steps
-        if self.combiner.unit is not None:
-            numbers["unit"] = float(self.combiner.unit)
+        if self.variant_step.unit is not None:
+            numbers["unit"] = float(self.variant_step.unit)
         return numbers
 
     # --- states ---
@@ -361,15 +369,15 @@ class Engine(ParamTracker):
         """Take over a state dict, after the base optimizer has its state and its groups."""
         self.load(state.weights, state.is_perturbed, state.uninitialized_numbers)
         self.perturbations.fill_(state.perturbations)
-        self.steps, self.combiner.unit = state.steps, state.unit
+        self.steps, self.variant_step.unit = state.steps, state.unit
 
     def pickle(self) -> dict[str, Any]:
-        more = {"stochastic_rounding": self.stochastic_rounding, "steps": self.steps, "unit": self.combiner.unit}
+        more = {"stochastic_rounding": self.stochastic_rounding, "steps": self.steps, "unit": self.variant_step.unit}
         return {**super().pickle(), **more, "training": self.training}
 
     def unpickle(self, state: dict[str, Any]) -> None:
         super().unpickle(state)
-        self.steps, self.combiner.unit, self.training = state["steps"], state["unit"], state["training"]
+        self.steps, self.variant_step.unit, self.training = state["steps"], state["unit"], state["training"]
 
 
 def _perturbed_subset(moves: Sequence[bool], bucket: Bucket, part: Selection, grads: list[Tensor]) -> BucketGrads:

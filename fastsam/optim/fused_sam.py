@@ -220,7 +220,7 @@ class FusedSAM(StateDictMixin):
         with torch.enable_grad():
             loss = self._pass(closure, engine.weight_state)  # between steps
             self._pass_check.warn_without_gradient(self.param_groups, EMPTY_CLOSURE, 6)
-            if engine.plan.perturbs_every_step or engine.perturbs:
+            if engine.variant_step.perturbs_every_step or engine.perturbs:
                 self._perturb(None, clears_grads=True)
                 self._pass(closure, WeightState.PERTURBED)
         self._update()
@@ -262,11 +262,12 @@ class FusedSAM(StateDictMixin):
         engine.in_closure = engine.is_finishing = False  # which an interrupt may have left
         self._accumulation_check.reset()
         self._scaler_tracker.check_not_unscaled(self)
-        self._pass_check.warn_without_gradient(self.param_groups, EMPTY_FIRST_STEP, 3)
+        if self._pass_check.steps_left:
+            self._pass_check.warn_without_gradient(self.param_groups, EMPTY_FIRST_STEP, 3)
         graph = torch.is_grad_enabled()
         try:
-            self._perturb(None if engine.plan.is_plain_sam else self._scaler_tracker.scale, zero_grad)
-            if engine.weight_state is WeightState.PERTURBED and engine.in_backward is None:
+            self._perturb(None if engine.variant_step.is_plain_sam else self._scaler_tracker.scale, zero_grad)
+            if self._pass_check.steps_left and engine.in_backward is None:
                 self._pass_check.record(self.param_groups, zero_grad, engine.perturbs)
             if zero_grad:
                 self.zero_grad()
@@ -299,10 +300,9 @@ class FusedSAM(StateDictMixin):
             loss_scale: factor of the gradients (a GradScaler's), None for 1 or if it is not known.
             clears_grads: the caller clears the gradients next, so that their memory may be used.
         """
-        grads = self._engine.collect_grads()
-        self._engine.perturb(grads, loss_scale, clears_grads)
+        self._engine.perturb(self._engine.collect_grads(), loss_scale, clears_grads)
         self._running_stats.freeze(self.param_groups)
-        if self._engine.plan.combines_grads:
+        if self._engine.variant_step.reads_both:
             self._clip_check.watch(self.param_groups[0]["params"])
 
     def _update(self) -> None:
@@ -315,9 +315,10 @@ class FusedSAM(StateDictMixin):
         grad_scale, found_inf = self.__dict__.get("grad_scale"), self.__dict__.get("found_inf")
         found_inf = found_inf if isinstance(found_inf, Tensor) else None  # 0 when no parameter has a gradient
         level = 6 if engine.is_finishing else 5
-        self._pass_check.warn(self.param_groups, level)
+        if self._pass_check.steps_left:
+            self._pass_check.warn(self.param_groups, level)
         grads, scales = engine.collect_grads(), NO_SCALES
-        if found_inf is None and engine.plan.combines_grads:
+        if found_inf is None and engine.variant_step.reads_both:
             self._clip_check.warn(self.param_groups[0]["params"], type(engine.variant).__name__, level)
         if found_inf is not None:
             if engine.has_sharded_params:

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
-from fastsam.optim.param_guard import Groups, any_gradient
 from fastsam.optim.parameters import parameters_of
 from fastsam.optim.sharded import is_dtensor, to_local
+from fastsam.optim.tensor_table import Groups, any_gradient
 
 _version_of = Tensor._version.__get__  # type: ignore[attr-defined]
 FIRST = 4  # number of steps that are checked, because a loop accumulates in all steps or in none
@@ -95,7 +95,7 @@ class PassCheck:
     """
 
     def __init__(self) -> None:
-        self._first_passes_left = self._steps_left = FIRST
+        self.steps_left = FIRST  # number of steps that are still checked
         self._oldest: weakref.ref[Tensor] | None = None  # new tensors may have the ids of deleted ones
         self._old_marks: list[tuple[int, int]] | None = None  # None: there is nothing to compare with
         self._weight_marks: list[tuple[int, int]] = []  # marks of parameters that the second half restores
@@ -106,11 +106,8 @@ class PassCheck:
 
     def warn_without_gradient(self, groups: Groups, message: str, stacklevel: int) -> None:
         """Warn once if the first pass of a step left no gradient."""
-        if not self._first_passes_left or torch.compiler.is_compiling():
-            return
-        self._first_passes_left -= 1
-        if not any_gradient(parameters_of(groups)):
-            self._first_passes_left = 0
+        if self.steps_left and not torch.compiler.is_compiling() and not any_gradient(parameters_of(groups)):
+            self.steps_left = 0
             warnings.warn(message, UserWarning, stacklevel)
 
     def record(self, groups: Groups, is_cleared: bool, is_perturbed: bool) -> None:
@@ -121,9 +118,8 @@ class PassCheck:
             is_perturbed: the weights were saved, and are restored in the second half.
         """
         self.reset()
-        if not self._steps_left or torch.compiler.is_compiling():
+        if not self.steps_left or torch.compiler.is_compiling():
             return
-        self._steps_left -= 1
         params = parameters_of(groups)
         grads = [g for p in params if (g := p.grad) is not None]
         if grads:
@@ -133,23 +129,24 @@ class PassCheck:
             self._weight_marks = _marks(params)
 
     def warn(self, groups: Groups, stacklevel: int) -> None:
-        """Warn once if the gradients are still the recorded ones, or if weights were written."""
-        if torch.compiler.is_compiling():
+        """Warn once if the gradients are still the recorded ones, or if weights were written, as the step ends."""
+        if not self.steps_left or torch.compiler.is_compiling():
             return
+        self.steps_left -= 1
         old_marks, weight_marks = self._old_marks, self._weight_marks
         self.reset()
         params = parameters_of(groups) if old_marks is not None or weight_marks else []
         versions = dict(_marks(params)) if weight_marks else {}
         written = [i for i, (p, version) in enumerate(weight_marks) if versions.get(p, version) != version]
         if written:
-            self._steps_left = 0
+            self.steps_left = 0
             warnings.warn(WRITTEN.format(written), UserWarning, stacklevel)
         if old_marks is None:
             return
         grads = [g for p in params if (g := p.grad) is not None]
         is_replaced = self._oldest is not None and self._oldest() is None
         if not is_replaced and _local_marks(grads) == old_marks:
-            self._steps_left = 0
+            self.steps_left = 0
             meaning = "one of the base optimizer, without SAM" if grads else "made without gradients"
             warnings.warn(NO_SECOND_PASS.format(meaning), UserWarning, stacklevel)
 

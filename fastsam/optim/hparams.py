@@ -134,7 +134,7 @@ class HParamTensor:
             options += ("maximize",)
         self._options = options
         self._values: Callable[[Group], tuple[Any, ...]] = itemgetter(*options)
-        self._last_values: list[tuple[Any, ...]] = []
+        self._last_values: list[Any] = []  # the options of all groups in order
         # group, column, place in `tensor`, the user's tensor, if it is negated
         self.live: list[tuple[int, int, Tensor, Tensor, bool]] = []
         self.has_live = False  # dynamo would read the tensors on the host to test the list
@@ -144,21 +144,17 @@ class HParamTensor:
 
     def has_changed(self, groups: Sequence[Group]) -> bool:
         """Return True if an option of a group was replaced since the last `read`."""
-        if len(groups) != len(self._last_values):
-            return True
         if torch.compiler.is_compiling():  # which guards on values, and has no identity of numbers
             values = [group[name] for group in groups for name in self._options]
-            return any(map(_differ, values, chain(*self._last_values)))
+            return len(values) != len(self._last_values) or any(map(_differ, values, self._last_values))
         try:
-            if len(groups) == 1:
-                return any(map(is_not, self._values(groups[0]), self._last_values[0]))
-            return any(map(is_not, chain(*map(self._values, groups)), chain(*self._last_values)))
+            return any(map(is_not, chain.from_iterable(map(self._values, groups)), self._last_values))
         except KeyError:  # `read` says which
             return True
 
     def set_max_grad_norm(self, limit: float | None) -> None:
         """Set the limit of the combined gradient, from the next step on."""
-        self.max_grad_norm, self._last_values = limit, []
+        self.max_grad_norm, self._last_values[0] = limit, None  # to read all again
 
     def read(self, groups: Sequence[Group]) -> None:
         """Read the options.
@@ -202,7 +198,8 @@ class HParamTensor:
             self.specs = kinds
         self.adaptive = any(bool(group["adaptive"]) for group in groups)
         # A list can be changed in place, so a group that holds one is read again in every step.
-        self._last_values = [tuple(object() if isinstance(v, list) else v for v in self._values(g)) for g in groups]
+        values = chain.from_iterable(map(self._values, groups))
+        self._last_values = [object() if isinstance(value, list) else value for value in values]
 
     def _columns(self, group: Group) -> Iterator[tuple[int, Any]]:
         rho = group["rho"]

@@ -16,16 +16,12 @@ from torch.optim import Optimizer
 from fastsam.optim.backup import Target
 from fastsam.optim.bucket import GRADIENT, VARIANT_STATE, Bucket, BucketGrads
 from fastsam.optim.engine import Engine
-from fastsam.optim.grad_combination import c_call
 from fastsam.optim.hparams import LossScales
 from fastsam.optim.param_tracking import WeightState
 from fastsam.optim.selection import Selection
 from fastsam.optim.state_dict_format import CheckedState, Weights
-from fastsam.optim.update import Group, rule_of
+from fastsam.optim.variant_step import MOMENTA, c_call, check_base
 from fastsam.optim.variants.sam import SAM, OnePassDirection, VariantState
-
-# By update rule: the field of its state that is a momentum.
-MOMENTA = {"sgd": "momentum_buffer", "rmsprop": "momentum_buffer", "adam": "exp_avg", "lion": "exp_avg"}
 
 IN_EVALUATION = (
     "step() in evaluation: the weights are the clean ones since eval(); call train() before the forward pass"
@@ -129,7 +125,7 @@ class OnePass(Engine):
 
     def perturb_clean(self) -> None:
         """Move from the clean weights to the perturbed point; nothing before the first step."""
-        if self._guard is None and not self._carried_weights and not self.base.state:
+        if self._table is None and not self._carried_weights and not self.base.state:
             return
         self.begin_step()
         self._sync_params()
@@ -206,7 +202,6 @@ class OnePass(Engine):
 
     @torch._disable_dynamo
     def rebuild(self) -> None:
-        check_base(self.variant, self.base, self.base.param_groups)
         super().rebuild()
         self._last_perturbation, self._versions = [], None
 
@@ -227,29 +222,6 @@ def make_engine(base: Optimizer, backend: str, stochastic_rounding: bool, exclus
     check_base(variant, base, base.param_groups)
     kind = Engine if variant.one_pass_direction is OnePassDirection.NONE else OnePass
     return kind(base, backend, stochastic_rounding, exclusive, variant)
-
-
-def check_base(variant: SAM, base: Optimizer, groups: Sequence[Group]) -> None:
-    """Raise ValueError for a base optimizer without a learning rate or a momentum that the variant needs."""
-    rule, name = rule_of(base), type(variant).__name__
-    if variant.coefficients.wsam_weight and any("lr" not in group for group in groups):
-        raise ValueError(
-            f"{name} needs a base optimizer with a learning rate, which {type(base).__name__} has not; take "
-            "decouple=False, or another base"
-        )
-    if variant.one_pass_direction is not OnePassDirection.MOMENTUM:
-        return
-    if rule is None or rule.name not in MOMENTA:
-        raise ValueError(
-            f"{name} perturbs against the momentum of its base optimizer, which has to be torch.optim.SGD or RMSprop "
-            f"with a momentum, Adam or AdamW (without amsgrad), or fastsam.Lion; got {type(base).__name__}"
-        )
-    for number, group in enumerate(groups):
-        if MOMENTA[rule.name] not in rule.fields(group):
-            raise ValueError(
-                f"{name} perturbs against the momentum of its base optimizer, and parameter group {number} has none; "
-                f"give one: momentum=0.9"
-            )
 
 
 def _last_gradient(bucket: Bucket, has_all_grads: bool) -> BucketGrads:

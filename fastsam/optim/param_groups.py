@@ -13,9 +13,9 @@ from fastsam.backends import select
 from fastsam.optim import parameters
 from fastsam.optim.engine import Engine
 from fastsam.optim.hparams import OWN_OPTIONS, check_group
-from fastsam.optim.one_pass import check_base
 from fastsam.optim.parameters import parameters_of
 from fastsam.optim.sharded import check_options, is_dtensor
+from fastsam.optim.variant_step import check_base
 
 
 class ParamGroupsMixin(Optimizer):

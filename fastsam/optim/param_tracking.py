@@ -19,11 +19,12 @@ from fastsam.optim import parameters
 from fastsam.optim.bucket import VARIANT_STATE, Bucket, BucketGrads
 from fastsam.optim.hparams import HParamTensor
 from fastsam.optim.in_backward import InBackwardHooks
-from fastsam.optim.param_guard import ParamGuard, any_gradient
 from fastsam.optim.parameters import parameters_of
 from fastsam.optim.sharded import ShardGroups, fsdp_modules_of, reshard, shard_groups_of, to_local
 from fastsam.optim.state_dict_format import Weights, load_saved_weights, saved_weights
-from fastsam.optim.update import FusedUpdate, Group, State, UpdateRule, rule_of
+from fastsam.optim.tensor_table import TensorTable, any_gradient
+from fastsam.optim.update import FusedUpdate, Group, UpdateRule, rule_of
+from fastsam.optim.variant_step import check_base
 from fastsam.optim.variants.sam import SAM, OnePassDirection, VariantState
 from fastsam.step import GradCoefficients
 
@@ -36,6 +37,11 @@ class WeightState(Enum):
     PERTURBED = "at the perturbed point; the originals are saved"
 
 
+ABANDONED = (
+    "only this optimizer still refers to its parameters {}. The model has got other ones, as "
+    "load_state_dict(assign=True) does, so a step would train nothing. Build a new FusedSAM over model.parameters() "
+    "and load this one's state_dict() into it"
+)
 # Engines that may be between the two halves of a step. Another engine removes the engines whose step has ended.
 _engines_in_step: set[ref[ParamTracker]] = set()
 
@@ -68,7 +74,7 @@ class ParamTracker:
         self._fsdp_modules: list[Any] = []  # modules that gather parameters for a pass
         self.uninitialized_params: list[Tensor] | None = None  # parameters without buffers; None before the first step
         self._updates: list[FusedUpdate] = []
-        self._guard: ParamGuard | None = None
+        self._table: TensorTable | None = None
         self._carried_weights: Weights = {}
         self._ref = ref(self)
 
@@ -97,42 +103,24 @@ class ParamTracker:
         return self.__dict__.get("_sum")
 
     def collect_grads(self) -> list[BucketGrads]:
-        """Update the buffers for the present parameters, options and state, and return the present gradients.
+        """Update the buffers for the present parameters and options, and return the present gradients.
 
         Raises RuntimeError for unusable gradients and, in a first pass, if the model was given other parameters.
         """
-        groups, state = self.base.param_groups, self.base.state
-        if self.exclusive and self.weight_state is not WeightState.ORIGINAL:
+        groups, is_first = self.base.param_groups, self.one_pass or self.weight_state is WeightState.ORIGINAL
+        if self.exclusive and not is_first:
             self._swap_back()
-        if torch.compiler.is_compiling():  # a compiled step is guarded by torch against what the other looks for
-            self._sync_params()
-            self._init_late_params()
-            self._refresh_options(groups)
-            return [(bucket, *bucket.gather()) for bucket in self.buckets]
-        first, guard = self.one_pass or self.weight_state is WeightState.ORIGINAL, self._guard
-        reads_state = self.one_pass or not first or self.in_backward is not None
-        calls = None if guard is None else guard.gradients(groups, state, first, reads_state)
+        table = self._table
+        calls = None if table is None or torch.compiler.is_compiling() else table.look(groups, is_first)
         if calls is None:
             self._sync_params()
-            self._init_late_params()
-            self._sync_state(state)
-        assert self._guard is not None
-        if first and (numbers := self._guard.abandoned_numbers(state)):
-            raise RuntimeError(
-                f"only this optimizer still refers to its parameters {numbers}. The model has got other ones, as "
-                "load_state_dict(assign=True) does, so a step would train nothing. Build a new FusedSAM over "
-                "model.parameters() and load this one's state_dict() into it"
-            )
         self._refresh_options(groups)
-        if calls is None or self._guard is not guard:
-            calls = [(bucket, *bucket.gather()) for bucket in self.buckets]
-            self._guard.expect(calls, first)
-        return calls
-
-    def _init_late_params(self) -> None:
-        """Make buffers for parameters that had none, and have a gradient now."""
-        if self.uninitialized_params and any_gradient(self.uninitialized_params):
-            self.rebuild()
+        if torch.compiler.is_compiling():  # a compiled step is guarded by torch against what a look finds
+            return [(bucket, *bucket.gather()) for bucket in self.buckets]
+        assert self._table is not None
+        if is_first and (numbers := self._table.abandoned_numbers(groups, self.base.state)):
+            raise RuntimeError(ABANDONED.format(numbers))
+        return calls if calls is not None and self._table is table else self._table.gather()
 
     def _swap_back(self) -> None:
         """Give parameters in separate perturbed memory their own memory back, before their addresses are read."""
@@ -150,7 +138,7 @@ class ParamTracker:
     def set_max_grad_norm(self, limit: float | None) -> None:
         """Set the limit of the combined gradient, from the next step on."""
         self.max_grad_norm = limit
-        if self._guard is not None:
+        if self._table is not None:
             self._hparams.set_max_grad_norm(limit)
 
     @torch._disable_dynamo
@@ -160,20 +148,23 @@ class ParamTracker:
         else:
             self._hparams.read(self.base.param_groups)
 
-    def _sync_state(self, state: State) -> None:
-        assert self._guard is not None
-        if not self._guard.same_state(state):
-            self._guard.note_state(state)
+    def _sync_params(self) -> None:
+        """Make new buffers if parameters moved, were converted or replaced, or have their first gradient."""
+        table = self._table
+        if (
+            table is None
+            or any_gradient(self.uninitialized_params or ())
+            or (not torch.compiler.is_compiling() and not table.has_params(self.base.param_groups))
+        ):
+            self.rebuild()
+
+    def _sync_state(self) -> None:
+        """Forget the calls of the last update if the state has other tensors, and adopt what a direction reads."""
+        if not torch.compiler.is_compiling() and self._table and not self._table.has_state(self.base.state):
             for update in self._updates:
                 update.reset()
-
-    def _sync_params(self) -> None:
-        """Make new buffers if parameters moved, were converted or replaced."""
-        guard = self._guard
-        if guard is not None and torch.compiler.is_compiling():
-            return
-        if guard is None or not (guard.same_parameters(self.base.param_groups) and guard.same_memory()):
-            self.rebuild()
+                if self.variant.base_state is not None:
+                    update.adopt(self._hparams.specs, self.base.state)
 
     @torch._disable_dynamo
     def rebuild(self) -> None:
@@ -190,6 +181,7 @@ class ParamTracker:
         is_reversed = self.variant.one_pass_direction is OnePassDirection.MOMENTUM
         rho_fn = self.variant.rho_fn
         scalars = HParamTensor(rule, groups, device, self._coefficients, self.max_grad_norm, is_reversed, rho_fn)
+        check_base(self.variant, self.base, groups)
         weights = {**self._carried_weights, **self.copy_weights()}
         uninitialized_params = self._without_buffers(params, weights)
         buckets = self._make_buckets(uninitialized_params, scalars)
@@ -205,11 +197,10 @@ class ParamTracker:
         old_sum, self._sum = self.sumsq, torch.zeros(1, dtype=torch.float64, device=device)
         if old_sum is not None:
             self._sum.copy_(old_sum)
-        guard = ParamGuard(groups, params, buckets, uninitialized_params, self._guard, rule is not None)
-        guard.note_state(self.base.state)
+        table = TensorTable(groups, buckets, uninitialized_params, self._table)
         # From here on nothing can fail.
         self.rule, self._hparams, self.buckets, self._updates = rule, scalars, buckets, updates
-        self._guard, self._carried_weights = guard, {}
+        self._table, self._carried_weights = table, {}
         self.has_sharded_params = any(bucket.shard_groups for bucket in buckets)
         members = [p for bucket in buckets for p in bucket.params] if any(b.has_dtensors for b in buckets) else []
         self._fsdp_modules = fsdp_modules_of(members)
@@ -263,7 +254,7 @@ class ParamTracker:
 
     def copy_weights(self) -> Weights:
         """Return copies of master weights and, while perturbed, of the unperturbed weights."""
-        if self._guard is None:
+        if self._table is None:
             return self._carried_weights
         return saved_weights(self.buckets, self.weight_state is not WeightState.ORIGINAL)
 
@@ -276,7 +267,7 @@ class ParamTracker:
         self.weight_state = WeightState.PERTURBED if is_perturbed else WeightState.ORIGINAL
         if is_perturbed:
             _engines_in_step.add(self._ref)
-        self._carried_weights, self._guard = weights, None
+        self._carried_weights, self._table = weights, None
         self.buckets, self._updates = [], []
         params = parameters_of(self.base.param_groups)
         self.uninitialized_params = (
@@ -311,7 +302,6 @@ class ParamTracker:
     def make_state(self) -> None:
         """Make the state of the base optimizer as it is before its first step, for parameters with a gradient."""
         self._sync_params()
-        self._init_late_params()
         for update in self._updates:
             update.make_initial_state(self._hparams.specs, self.base.state)
 

@@ -14,8 +14,8 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from fastsam.batchnorm import FrozenLayer, freeze, thaw
-from fastsam.optim.param_guard import Groups
 from fastsam.optim.parameters import parameters_of
+from fastsam.optim.tensor_table import Groups
 
 NO_MODEL = (
     "a BatchNorm layer of this model updates its running statistics in the second pass too, at the perturbed weights. "

@@ -68,7 +68,7 @@ class StepPhaseMixin:
     @property
     def combines_gradients(self) -> bool:
         """True if the variant's update combines both gradients, so that `max_grad_norm` has to clip them."""
-        return self._engine.plan.combines_grads
+        return self._engine.variant_step.reads_both
 
     @property
     def max_grad_norm(self) -> float | None:

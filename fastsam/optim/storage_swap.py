@@ -57,7 +57,7 @@ class StorageSwap:
     """Some parameters, aliases of their memory, and the memory of their perturbed weights in a step.
 
     `params` is the bucket's list, and these parameters are in its `slots`. Another list would be another reference to
-    each parameter, see `ParamGuard.abandoned_numbers`.
+    each parameter, see `TensorTable.abandoned_numbers`.
     """
 
     def __init__(self, params: Sequence[Tensor], slots: Sequence[int], originals: Sequence[Tensor]) -> None:

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distr
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 
 from fastsam import GSAM, MSAM, SAM, FusedSAM, backend
-from fastsam.optim.variants import WSAM, FriendlySAM, LastGradient, LookSAM, VaSSO
+from fastsam.optim.variants import WSAM, FriendlySAM, LastGradient, LookSAM, PreconditionedSAM, VaSSO
 
 warnings.simplefilter("ignore")
 SHAPES = [(5, 3), (1,), (4, 6), (2, 2), (3,)]
@@ -33,7 +33,7 @@ EXACT = {
 }  # fmt: skip
 CLOSE = {
     "asam": SAM(0.3, True), "looksam": LookSAM(0.3, k=2), "friendly": FriendlySAM(0.3), "vasso": VaSSO(0.3),
-    "msam": MSAM(0.3),
+    "msam": MSAM(0.3), "preconditioned": PreconditionedSAM(0.3, eps=0.01),
 }  # fmt: skip
 
 
@@ -111,6 +111,8 @@ def steps_beside_unsharded(rank: int, wide: bool) -> str:
                 {**EXACT, **CLOSE}.items() if wide else {"sam": EXACT["sam"], "gsam": EXACT["gsam"]}.items()
             ):
                 if name == "msam" and base in ("plain sgd", "nadam"):
+                    continue
+                if name == "preconditioned" and base != "adamw":
                     continue
                 for dtype in (torch.float32, torch.bfloat16) if wide and name in EXACT else (torch.float32,):
                     pair = Pair(place, base, dtype, variant=sam)

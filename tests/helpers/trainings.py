@@ -53,8 +53,9 @@ class Spec(NamedTuple):
             return self.variant in ("sam", "asam", "lesam") and self.has_kernels
         if self.dtype is torch.float16 and not self.has_kernels:
             return False  # torch's epsilon of 1e-8 is 0 in float16: it divides 0 by 0
-        momentum = self.variant != "msam" or self.base in ("sgd", "adamw")
-        return momentum and not (self.one_pass and self.options == "exclusive")
+        bases = CASES[self.variant].bases if self.variant in CASES else BASES
+        has_base = self.base in (("sgd", "adamw") if self.variant == "msam" else bases)
+        return has_base and not (self.one_pass and self.options == "exclusive")
 
     def make(self, steps: int = 0, **more: Any) -> Training:
         """Return the training after `steps` steps."""

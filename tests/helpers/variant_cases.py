@@ -20,6 +20,7 @@ from fastsam.optim.variants import (
     LastGradient,
     LInfSAM,
     LookSAM,
+    PreconditionedSAM,
     VaSSO,
 )
 
@@ -77,6 +78,9 @@ class Paper:
     def rest_gradient(self, g: Tensor) -> Tensor:
         """Return the gradient of a step without a perturbation."""
         return g
+
+    def note_step(self, optimizer: torch.optim.Optimizer, params: Sequence[Tensor]) -> None:
+        """Look at the base optimizer after its step."""
 
     def correction(self) -> Tensor | None:
         """Return what is subtracted after the base optimizer's step, divided by the learning rate."""
@@ -150,6 +154,18 @@ class PaperLInf(Paper):
         return 0.05 * norm
 
 
+class PaperPreconditioned(Paper):
+    """Singh et al. 2025: each element divided by the root of AdamW's second moment, as the last step left it."""
+
+    v: Tensor | None = None
+
+    def direction(self, g1: Tensor) -> Tensor:
+        return g1 if self.v is None else g1 / (self.v.sqrt() + 0.01)
+
+    def note_step(self, optimizer: torch.optim.Optimizer, params: Sequence[Tensor]) -> None:
+        self.v = flat([optimizer.state[p]["exp_avg_sq"] for p in params])
+
+
 class PaperVaSSO(Paper):
     """Li and Giannakis 2023; `theta` is given."""
 
@@ -212,6 +228,7 @@ def loop(paper: Paper, base: str, steps: int, limit: float = math.inf) -> list[T
         for p, g in zip(params, like(factor * v, params), strict=True):
             p.grad = g
         optimizer.step()
+        paper.note_step(optimizer, params)
         if correction is not None:
             with torch.no_grad():
                 for p, c in zip(params, like(factor * correction, params), strict=True):
@@ -264,6 +281,7 @@ def one_pass_loop(direction_of: Prefetcher, base: str, steps: int, limit: float 
 class Case(NamedTuple):
     sam: SAM
     paper: Callable[[], Paper]
+    bases: Sequence[str] = tuple(BASES)  # that the variant can have
 
 
 CASES: dict[str, Case] = {
@@ -288,6 +306,10 @@ CASES: dict[str, Case] = {
     ),
     "vasso, late": Case(VaSSO(RHO, theta=0.4, start=2), lambda: PaperVaSSO(theta=0.4, start=2)),
     "looksam, late": Case(LookSAM(RHO, k=2, alpha=ALPHA, start=3), lambda: PaperLookSAM(interval=2, start=3)),
+    "preconditioned": Case(PreconditionedSAM(RHO, eps=0.01), PaperPreconditioned, ["adamw"]),
+    "preconditioned, every other": Case(
+        PreconditionedSAM(RHO, eps=0.01, interval=2), lambda: PaperPreconditioned(interval=2), ["adamw"]
+    ),
 }
 
 

@@ -13,7 +13,7 @@ import torch
 from pytest import CaptureFixture, MonkeyPatch
 from torch import Tensor, nn
 
-from fastsam import fed
+from fastsam import SAM, FusedSAM, fed, variants
 from fastsam.fed import models
 from fastsam.lab import cli, compare, config, experiment
 from fastsam.lab.import_paths import import_object
@@ -115,6 +115,38 @@ def test_text_is_padded_and_learnt(one_after_the_other: None) -> None:
     losses = [line["test_loss"] for line in result.history]
     assert losses[-1] < losses[0] - 0.05 and result.history[-1]["test_accuracy"] > 0.3
     assert result.history[-1]["client_accuracy_std"] > 0
+
+
+def test_functional_sam_keeps_the_gradient_of_the_outputs() -> None:
+    """The gradient of the update is `J(w + e)^T dL/dF(w)`, here by the derivatives of single outputs."""
+    example = runpy.run_path(str(EXAMPLES / "functional_sam.py"))
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 5)).double()
+    inputs, targets = torch.randn(2, 3, 4, dtype=torch.float64), torch.randint(5, (2, 3))
+    params, old_weights = dict(model.named_parameters()), {n: p.detach().clone() for n, p in model.named_parameters()}
+
+    def call(weights: dict[str, Tensor]) -> Tensor:
+        return torch.func.functional_call(model, weights, inputs).flatten(0, 1)
+
+    outputs = call(old_weights)
+    output_grads = (outputs.softmax(1) - nn.functional.one_hot(targets.flatten(), 5)) / len(outputs)
+
+    def product(weights: dict[str, Tensor]) -> dict[str, Tensor]:
+        return {n: torch.tensordot(output_grads, j, 2) for n, j in torch.func.jacrev(call)(weights).items()}
+
+    g1 = product(old_weights)
+    norm = torch.stack([g.square().sum() for g in g1.values()]).sum().sqrt()
+    g2 = product({n: w + 0.5 * g1[n] / norm for n, w in old_weights.items()})
+    loss = example["step"](FusedSAM(list(params.values()), lr=0.1, rho=0.5), model, inputs, targets)
+    torch.testing.assert_close(loss, nn.functional.cross_entropy(outputs, targets.flatten()))
+    for name, weight in params.items():
+        torch.testing.assert_close(weight.detach(), old_weights[name] - 0.1 * g2[name])
+    assert (g2["0.weight"] - g1["0.weight"]).abs().max() > 1e-3
+
+
+def test_functional_sam_learns() -> None:
+    train = runpy.run_path(str(EXAMPLES / "functional_sam.py"))["train"]
+    assert train(variants.PreconditionedSAM(rho=0.1), True, steps=60) < 2.0 < train(SAM(), True, steps=2)
 
 
 class Adapter(nn.Module):

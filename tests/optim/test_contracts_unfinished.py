@@ -149,7 +149,7 @@ def default_dtype(dtype: torch.dtype) -> Iterator[None]:
 SURROUNDINGS: dict[str, Callable[[], Any]] = {
     "a mode": PassThroughMode,
     "a profiler": lambda: profile(activities=[ProfilerActivity.CPU]),
-    "no guards": lambda: mock.patch("fastsam.optim.param_guard.TensorGuards", None),  # torch's own, and private
+    "no guards": lambda: mock.patch("fastsam.optim.tensor_table.TensorGuards", None),  # torch's own, and private
     "float64": lambda: default_dtype(torch.float64),
     "float16": lambda: default_dtype(torch.float16),
     "meta": lambda: torch.device("meta"),  # stands for a GPU: tensors that get there have no values on the CPU

@@ -99,40 +99,6 @@ def test_a_gradient_with_a_pending_sign_is_read_as_its_values() -> None:
     assert results[0] == results[1] > 1.0
 
 
-OTHER_GRADIENTS = {
-    "in another order": lambda g: g.t().contiguous().t(),
-    "at the same address, in another order": lambda g: g.set_(g.untyped_storage(), 0, g.shape, (1, g.shape[0])),
-    "of a subclass": lambda g: nn.Parameter(g, requires_grad=False),
-    "absent": lambda g: None,
-}
-
-
-@native
-@pytest.mark.parametrize("half", [0, 1])
-@pytest.mark.parametrize("kind", OTHER_GRADIENTS)
-def test_gradients_that_become_others_after_steady_steps(kind: str, half: int) -> None:
-    """A pass that sees the parameters as they were looks at them in a shorter way."""
-    results = []
-    for lazy in (True, False):
-        params = model(4)
-        opt = FusedSAM(params, torch.optim.SGD, lr=0.1, momentum=0.9)
-        for number in range(5):
-            for k, move in enumerate((opt.first_step, opt.second_step)):
-                generator = torch.Generator().manual_seed(2 * number + k)
-                for i, p in enumerate(params):
-                    p.grad = torch.randn(p.shape, generator=generator)
-                    if (number, k, i) == (3, half, 2):
-                        other_grad = OTHER_GRADIENTS[kind](p.grad)
-                        p.grad = (
-                            other_grad if lazy or other_grad is None else torch.Tensor(other_grad.detach().contiguous())
-                        )
-                guard = opt._engine._guard
-                assert (number, k) != (3, half) or (guard and (k == 0) in guard.expectations), "expected before"
-                move()
-        results.append([p.detach().clone() for p in params])
-    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
-
-
 @native
 def test_capturable_changes_nothing_on_a_cpu() -> None:
     """The step count is on the device in any case."""

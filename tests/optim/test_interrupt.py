@@ -111,8 +111,6 @@ def test_an_interrupt_after_the_update_kernel_restores_the_weights(dtype: torch.
     bucket.kernels = InterruptingKernels()  # type: ignore[assignment]
     for part in bucket._selections.values():
         part.direct_calls.clear()
-    assert opt._engine._guard is not None
-    opt._engine._guard.expectations.clear()  # which has the calls that were made
     with pytest.raises(KeyboardInterrupt):
         training.steps(range(1, 2))
     bucket.kernels = real

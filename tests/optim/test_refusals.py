@@ -13,7 +13,17 @@ from torch import nn
 
 from fastsam import GSAM, MSAM, SAM, FusedSAM
 from fastsam.backends import Backend
-from fastsam.optim.variants import LESAM, WSAM, FriendlySAM, GradientPenalty, LastGradient, LInfSAM, LookSAM, VaSSO
+from fastsam.optim.variants import (
+    LESAM,
+    WSAM,
+    FriendlySAM,
+    GradientPenalty,
+    LastGradient,
+    LInfSAM,
+    LookSAM,
+    PreconditionedSAM,
+    VaSSO,
+)
 from tests.helpers.nonsense import Hostile
 from tests.helpers.sam_cases import ADAM, SGD, closure_of
 from tests.helpers.sam_oracle import backward, copies, make_parameters, same_bits
@@ -75,7 +85,10 @@ OPTIONS: list[tuple[Any, dict[str, Any], type[Exception], str]] = [
       for base, words in ((SGD, "parameter group 0 has none; give one: momentum=0.9"),
                           (RMSPROP, "parameter group 0 has none"), (torch.optim.NAdam, "got NAdam"),
                           (torch.optim.Adagrad, "has to be torch.optim.SGD or RMSprop .* got Adagrad"))),
-    (ADAM, {"variant": MSAM(), "amsgrad": True}, ValueError, "without amsgrad"),
+    *((ADAM, {"variant": kind(), "amsgrad": True}, ValueError, "without amsgrad")
+      for kind in (MSAM, PreconditionedSAM)),
+    *((base, {"variant": PreconditionedSAM()}, ValueError, "has to be torch.optim.Adam or AdamW")
+      for base in (SGD, RMSPROP, torch.optim.NAdam)),
     (SGD, {"variant": MSAM(), "momentum": 0.9, "assume_no_alias": True}, ValueError, "assume_no_alias=True with MSAM"),
     (SGD, {"variant": LastGradient(), "assume_no_alias": True}, ValueError, "assume_no_alias=True with LastGradient"),
     *((SGD, {"variant": kind(rho=-1.0), "momentum": 0.9}, ValueError, "rho must be") for kind in (MSAM, LastGradient)),
@@ -113,6 +126,7 @@ VARIANTS: list[tuple[Any, dict[str, Any], type[Exception], str]] = [
     (FriendlySAM, {"lmbda": 1.0}, ValueError, "lmbda must be"),
     *((GradientPenalty, {"alpha": v}, ValueError, "must be") for v in (-1.0, math.nan, math.inf)),
     (LInfSAM, {"adaptive": True}, ValueError, "adaptive must be left at False"),
+    *((PreconditionedSAM, {"eps": v}, ValueError, "eps must be above 0") for v in (0.0, -1.0, math.inf, math.nan)),
     *((VaSSO, {"theta": v}, ValueError, "theta must be") for v in (0.0, 1.5)),
     *((LESAM, {"sigma": v}, ValueError, "sigma must be") for v in (0.0, math.nan)),
     (LESAM, {"sigma": Decimal("NaN")}, TypeError, "sigma must be a number"),

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from fastsam import FusedSAM
 from fastsam.backends import Backend
-from fastsam.optim import param_guard
+from fastsam.optim import tensor_table
 from tests.helpers.sam_cases import SGD
 from tests.helpers.sam_oracle import Oracle, backward, copies, gradients, same_bits
 
@@ -38,8 +38,8 @@ WITHOUT_MEMORY: dict[str, Callable[[Tensor], object]] = {
 def looks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Look for changes in both ways: by torch's own guards, and without them."""
     if request.param == "python":
-        monkeypatch.setattr(param_guard, "TensorGuards", None)
-    elif param_guard.TensorGuards is None:
+        monkeypatch.setattr(tensor_table, "TensorGuards", None)
+    elif tensor_table.TensorGuards is None:
         pytest.skip("this torch has no such guards")
 
 

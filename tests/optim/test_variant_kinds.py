@@ -2,13 +2,16 @@
 
 import copy
 import math
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
 from fastsam import MSAM, SAM, FusedSAM, backends
-from fastsam.optim.variants import LESAM, SAMON, WSAM, FriendlySAM, LInfSAM, LookSAM, VaSSO
+from fastsam.backends import Backend
+from fastsam.optim.variants import LESAM, SAMON, WSAM, FriendlySAM, LInfSAM, LookSAM, PreconditionedSAM, VaSSO
 from fastsam.step import GradCoefficients
 from tests.helpers.sam_oracle import copies, same_bits
 from tests.helpers.variant_cases import BASES, CASES, RHO, Training, flat, like, make_fused, problem
@@ -143,6 +146,57 @@ def test_signs_keep_no_vector() -> None:
     params, opt = make_fused(LInfSAM(), "sgd", 2)
     assert all(set(entry) <= {"momentum_buffer"} for entry in opt.state_dict()["state"].values())
     assert len(params) == 3
+
+
+def replace_entries(opt: FusedSAM) -> None:
+    for entry in opt.state.values():
+        entry["exp_avg_sq"] = torch.full_like(entry["exp_avg_sq"], 4.0)
+
+
+def load_entries(opt: FusedSAM) -> None:
+    other_opt = make_fused(PreconditionedSAM(RHO), "adamw", 2).opt
+    replace_entries(other_opt)
+    opt.load_state_dict(other_opt.state_dict())
+
+
+STATE_CHANGES: dict[str, tuple[Callable[[FusedSAM], Any], float]] = {
+    "replaced": (replace_entries, 4.0),
+    "loaded": (load_entries, 4.0),
+    "cleared": (lambda opt: opt.state.clear(), 0.0),
+}
+
+
+@pytest.mark.parametrize("change", STATE_CHANGES)
+def test_a_preconditioner_is_the_state_as_it_is(change: str, backend: Backend) -> None:
+    """A change of Adam's state counts in the next perturbation. Elements with a second moment of 0 are not divided."""
+    if backend.device != "cpu":
+        pytest.skip("the problem is on the CPU")
+    training = make_fused(PreconditionedSAM(RHO, eps=0.5), "adamw", 3, backend.name)
+    change_state, v = STATE_CHANGES[change]
+    change_state(training.opt)
+    for p, size in zip(training.params, (0.0, v, v), strict=True):
+        if p in training.opt.state:
+            training.opt.state[p]["exp_avg_sq"].fill_(size)
+    training.backward(3)
+    gradients, old_weights = [p.grad.clone() for p in training.params if p.grad is not None], copies(training.params)
+    training.opt.first_step()
+    roots = [1.0, 2.5, 2.5] if v else [1.0, 1.0, 1.0]
+    d = flat([g / root for g, root in zip(gradients, roots, strict=True)])
+    torch.testing.assert_close(flat(copies(training.params)) - flat(old_weights), RHO * d / d.norm())
+
+
+def test_the_scale_of_a_grad_scaler_changes_no_preconditioned_step() -> None:
+    weights = []
+    for scale in (1.0, 2.0**12):
+        training, scaler = make_fused(PreconditionedSAM(RHO), "adamw", 0), torch.amp.GradScaler("cpu", scale)
+        for t in range(4):
+            for half in (training.opt.first_step, lambda: scaler.step(training.opt)):  # noqa: B023
+                training.opt.zero_grad()
+                scaler.scale(problem()[1](training.params, t)).backward()
+                half()
+            scaler.update()
+        weights.append(flat(copies(training.params)))
+    torch.testing.assert_close(*weights, rtol=1e-6, atol=1e-8)
 
 
 class Net(nn.Module):

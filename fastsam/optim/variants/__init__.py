@@ -10,6 +10,7 @@ from fastsam.optim.variants.lesam import LESAM
 from fastsam.optim.variants.linf import LInfSAM
 from fastsam.optim.variants.looksam import LookSAM
 from fastsam.optim.variants.msam import MSAM
+from fastsam.optim.variants.preconditioned import PreconditionedSAM
 from fastsam.optim.variants.sam import SAM
 from fastsam.optim.variants.samon import SAMON
 from fastsam.optim.variants.vasso import VaSSO
@@ -27,5 +28,6 @@ __all__ = [
     "LInfSAM",
     "LastGradient",
     "LookSAM",
+    "PreconditionedSAM",
     "VaSSO",
 ]

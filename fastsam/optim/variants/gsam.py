@@ -16,7 +16,7 @@ class GSAM(SAM):
         g1 = (part along g2) + g1_perp,   over all parameters as one vector
         w <- the base optimizer's update with g2 - alpha*g1_perp
 
-    `fastsam.optim.grad_combination` takes the inner products, and `fastsam.step.set_gsam_coefficients_` makes the
+    `fastsam.optim.variant_step` takes the inner products, and `fastsam.step.set_gsam_coefficients_` makes the
     weights of g1 and g2 of them.
     alpha = 0 is SAM. The paper lets rho fall with the learning rate, as `rho_scheduler.LinearRho` does. A first
     gradient with inf or NaN updates nothing. Two gradient passes a step; state between them: a copy of the weights, and

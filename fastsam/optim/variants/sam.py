@@ -75,6 +75,8 @@ class SAM:
     one_pass_direction: ClassVar[OnePassDirection] = OnePassDirection.NONE
     #: degree of the norm by which a perturbation is divided: 2, or infinity for the largest element
     norm_degree: ClassVar[float] = 2
+    #: name of an entry of the base optimizer's state that `direction` reads as `state`, if any
+    base_state: ClassVar[str | None] = None
 
     rho: float | Tensor = 0.05
     adaptive: bool = False
@@ -129,7 +131,8 @@ class SAM:
 
     def direction(self, g: Tensor, state: Tensor, next_state: Tensor) -> Tensor:
         """Return what to perturb along. A class that overrides this has `VariantState.DIRECTION`, or declares
-        `state = VariantState.NONE` and gets empty vectors for `state` and `next_state`.
+        `state = VariantState.NONE` and gets empty vectors for `state` and `next_state`. With `base_state` it gets that
+        entry of the base optimizer's state, which it must not write, as `state`.
 
         All vectors are `[1, n]`, all parameters of one dtype in one vector: float32, or float64 for float64 parameters.
 

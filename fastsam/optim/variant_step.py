@@ -1,4 +1,4 @@
-"""The combination of a step's gradients for the update, and the vector that a variant keeps between steps."""
+"""The step of a variant: its parts, the combination of its gradients, and the vector that it keeps between steps."""
 
 from __future__ import annotations
 
@@ -9,42 +9,66 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from fastsam.optim.bucket import G1, NEXT_STATE, VARIANT_STATE, Bucket, BucketGrads
 from fastsam.optim.hparams import HParamTensor, LossScales
 from fastsam.optim.selection import Selection
 from fastsam.optim.sharded import all_reduced, to_local
-from fastsam.optim.update import UpdateInputs
-from fastsam.optim.variants.sam import SAM, VariantState
+from fastsam.optim.update import Group, UpdateInputs, rule_of
+from fastsam.optim.variants.sam import SAM, OnePassDirection, VariantState
 from fastsam_kernels.constants import CLIP_EPS
 from fastsam_kernels.hparams import HParam
 
+# By update rule: the field of its state that is a momentum.
+MOMENTA = {"sgd": "momentum_buffer", "rmsprop": "momentum_buffer", "adam": "exp_avg", "lion": "exp_avg"}
 
-class GradCombiner:
-    """The gradients of a variant. Methods do not change weights or the optimizer's state; changes are in
-    `UpdateInputs.calls_after`."""
+
+class VariantStep:
+    """A step of a variant: directions of the perturbation, and gradients of the update.
+
+    Methods do not change weights or the optimizer's state; changes are in `UpdateInputs.calls_after`.
+
+    Attributes:
+        perturbs_every_step: there is no step without a perturbation, so steps are not counted.
+        needs_g1: the second pass reads the first gradients.
+        combines: the update reads more than the last gradient, or keeps something for the next step.
+        reads_both: the update reads both gradients, so clipping the second one by hand would be wrong.
+        needs_norm: the norm comes before the perturbation: it is not the L2 norm of the gradient, or rho depends on it.
+        has_unperturbed_groups: the variant leaves some parameter groups where they are.
+        is_plain_sam: a step is the norm, the perturbation and the update of SAM, and nothing else.
+        unit: scale of a GradScaler in the first step, in units of which a direction's vector is kept from then on.
+    """
+
+    unit: Tensor | None = None
 
     def __init__(self, variant: SAM) -> None:
         self.coefficients, self.unperturbed_coefficients = variant.coefficients, variant.unperturbed_coefficients
-        self.state, self.choose = variant.state, variant.direction
+        self.state, self.choose, self.base_state = variant.state, variant.direction, variant.base_state
         updates_state = variant.state is VariantState.ORTHOGONAL
         if updates_state and self.coefficients.needs_g1:
             raise ValueError(
                 f"{type(variant).__name__} keeps a part of g2, so its coefficients must have only g2, got "
                 f"{self.coefficients}"
             )
-        # The second pass reads the first gradients.
+        looks_ahead = bool(self.unperturbed_coefficients.looksam_alpha)
+        has_two_passes = variant.one_pass_direction is OnePassDirection.NONE
+        self.perturbs_every_step = has_two_passes and variant.perturbs_every_step
         self.needs_g1 = self.coefficients.needs_g1 or updates_state
-        # The update sees something else than the last gradient.
-        self.changes_gradient = self.coefficients.needs_g1 or self.coefficients.g2 != 1
-        # A GradScaler's scale in the first step: the unit of a direction's state from then on.
-        self.unit: Tensor | None = None
+        self._changes_gradient = self.coefficients.needs_g1 or self.coefficients.g2 != 1
+        keeps_vector = self.state in (VariantState.DIRECTION, VariantState.ORTHOGONAL)
+        self.combines = self._changes_gradient or keeps_vector or looks_ahead
+        self.reads_both = self.coefficients.needs_g1 or looks_ahead
+        self.needs_norm = variant.rho_fn is not None or variant.norm_degree != 2
+        self.has_unperturbed_groups = type(variant).perturbs_group is not SAM.perturbs_group
+        has_more = self.combines or self.needs_norm or self.has_unperturbed_groups or variant.has_direction
+        self.is_plain_sam = self.perturbs_every_step and not has_more
 
     def directions(self, calls: Sequence[BucketGrads], scale: Tensor | None) -> list[BucketGrads]:
         """Return `calls` with the vectors of the perturbation in place of the first gradients, whose loss scale is
         `scale` (None if it is not known)."""
         factor = None if self.unit is None or scale is None else self.unit / scale
-        return [(b, part, b.direction_(part, grads, self.choose, factor)) for b, part, grads in calls]
+        return [(b, part, b.direction_(part, grads, self.choose, factor, self.base_state)) for b, part, grads in calls]
 
     def combine(
         self,
@@ -57,7 +81,7 @@ class GradCombiner:
         """Return the inputs of a fused update in a step that perturbed. `sumsq` is the squared norm of g1, float64
         `[1]`."""
         calls_after = self._state_update_calls(calls, sumsq, found_inf)
-        if self.changes_gradient:
+        if self._changes_gradient:
             scalars.set_coefficients(_inner(calls) if self.coefficients.gsam_alpha else None, scales)
         if not self.coefficients.needs_g1:
             return with_norm(scalars, UpdateInputs(calls, None, calls_after, found_inf, scales.g2))
@@ -284,3 +308,32 @@ def _sharpness_calls(
     operands = part.tensors, backup, grads, part.table, hparams, "sgd", [None]
     calls = inputs._replace(g1_field=G1).op_calls(bucket, part, operands, steps=None, init_state=False)
     return [*calls, partial(part.store)] if part.indirect else calls
+
+
+def check_base(variant: SAM, base: Optimizer, groups: Sequence[Group]) -> None:
+    """Raise ValueError for a base optimizer without a learning rate or a state that the variant needs."""
+    rule, name = rule_of(base), type(variant).__name__
+    if variant.coefficients.wsam_weight and any("lr" not in group for group in groups):
+        raise ValueError(
+            f"{name} needs a base optimizer with a learning rate, which {type(base).__name__} has not; take "
+            "decouple=False, or another base"
+        )
+    entry = variant.base_state
+    if entry is not None and (rule is None or not all(entry in rule.fields(group) for group in groups)):
+        raise ValueError(
+            f"{name} reads {entry} in the state of its base optimizer, which has to be torch.optim.Adam or AdamW "
+            f"(without amsgrad); got {type(base).__name__}"
+        )
+    if variant.one_pass_direction is not OnePassDirection.MOMENTUM:
+        return
+    if rule is None or rule.name not in MOMENTA:
+        raise ValueError(
+            f"{name} perturbs against the momentum of its base optimizer, which has to be torch.optim.SGD or RMSprop "
+            f"with a momentum, Adam or AdamW (without amsgrad), or fastsam.Lion; got {type(base).__name__}"
+        )
+    for number, group in enumerate(groups):
+        if MOMENTA[rule.name] not in rule.fields(group):
+            raise ValueError(
+                f"{name} perturbs against the momentum of its base optimizer, and parameter group {number} has none; "
+                f"give one: momentum=0.9"
+            )
