@@ -101,7 +101,7 @@ def fused(model: nn.Module) -> FusedSAM:
     return FusedSAM(model.parameters(), torch.optim.SGD, rho=RHO, lr=LR)
 
 
-def time_steps(name: str, device: torch.device, seconds: float = SECONDS) -> tuple[float, float]:
+def time_steps(name: str, device: torch.device, seconds: float) -> tuple[float, float]:
     """Return the seconds of a step of the copied class and of `FusedSAM`. Raises RuntimeError if their losses after two
     steps differ, because then one of them computes something else."""
     steps = [step_of(name, make, device) for make in (copied, fused)]
@@ -166,7 +166,7 @@ def plain_round(model: nn.Module, clients: Sequence[Samples], lr: float = LR) ->
             p.copy_(value)
 
 
-def time_rounds(name: str, device: torch.device, seconds: float = SECONDS) -> tuple[float, float]:
+def time_rounds(name: str, device: torch.device, seconds: float) -> tuple[float, float]:
     """Return the seconds of a round of a plain loop and of `fed.run`, one after the other."""
     clients, model = clients_of(name, device), make_model(name, device)
     rng = torch.Generator().manual_seed(0)
@@ -207,13 +207,8 @@ def machine(device: torch.device) -> str:
     return f"{name}, threads: {torch.get_num_threads()}"
 
 
-def lines(device: torch.device, seconds: float = SECONDS) -> list[str]:
-    """Measure, print two tables line by line, and return the lines. The last one is for an issue.
-
-    Args:
-        device: the CPU or a GPU.
-        seconds: time of a line, about.
-    """
+def lines(device: torch.device) -> list[str]:
+    """Measure, print two tables line by line, and return the lines. The last one is for an issue."""
     shown: list[str] = []
 
     def show(line: str) -> None:
@@ -229,7 +224,7 @@ def lines(device: torch.device, seconds: float = SECONDS) -> list[str]:
     ):
         show(f"\n{f'a {title}, {details}':<32}{unit:>14}{'fastsam':>12}{'ratio':>8}")
         for name in names:
-            theirs, ours = measure(name, device, seconds)
+            theirs, ours = measure(name, device, SECONDS)
             show(f"  {name:<30}{_ms(theirs):>14}{_ms(ours):>12}{ours / theirs:>8.2f}")
             facts.append(f"{title}, {name}: {_ms(theirs)}, {_ms(ours)}")
     show(f"\nfor an issue: {'; '.join(facts)}")

@@ -32,6 +32,7 @@ from torch import Tensor, nn
 
 from fastsam import MSAM, FusedSAM
 from fastsam.backends import Backend
+from tests.helpers.crosses import one_in
 from tests.helpers.interrupting import KERNELS, PACKAGE
 from tests.helpers.sam_cases import BASES
 from tests.helpers.sam_oracle import copies, same_bits
@@ -164,10 +165,7 @@ def outcome(change: str, half: int, is_fresh: bool, absent: set[int], **options:
     return weights + copies(course.params), error
 
 
-@pytest.mark.parametrize("absent", [set(), {1}], ids=["all gradients", "one is missing"])
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("change", CHANGES)
-@pytest.mark.parametrize("half", [0, 1], ids=["first", "second"])
+@pytest.mark.parametrize(("half", "change", "way", "absent"), one_in(2, [0, 1], CHANGES, WAYS, [set(), {1}]))
 def test_a_change_after_steady_steps_is_seen(
     half: int, change: str, way: str, absent: set[int], backend: Backend
 ) -> None:
