@@ -136,10 +136,7 @@ def test_a_field_that_cannot_be_compared_is_refused_by_name(value: object) -> No
 
 
 # A Watch keeps all memory and looks at every operation; the others: `make test-slow`
-REPLAYED = [
-    pytest.param(name, marks=() if name in ("fedmoswa", "fedsmoo", "fedtoga") else pytest.mark.slow)
-    for name in STEPPING
-]
+REPLAYED = [pytest.param(name, marks=() if name in ("fedmoswa", "fedsmoo") else pytest.mark.slow) for name in STEPPING]
 
 
 @pytest.mark.usefixtures("no_cuda")

@@ -156,7 +156,7 @@ def test_its_attention_in_federated_rounds_on_every_executor(two_layers: None) -
             torch.testing.assert_close(run.model.state_dict()[name], value, rtol=1e-3, atol=1e-5)
 
 
-@pytest.mark.parametrize("option", ["dropout", "attention_dropout"])
+@pytest.mark.parametrize("option", [pytest.param("dropout", marks=pytest.mark.slow), "attention_dropout"])
 def test_its_dropout_is_each_clients_own(two_layers: None, option: str) -> None:
     plain, threaded_state = (
         train(executor, **{option: 0.2}).model.state_dict() for executor in ("sequential", "threads")

@@ -107,7 +107,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-QUICK = ("elements", "samples", "attention", "transformer")
+QUICK = ("elements", "samples", "attention")
 
 
 def make_model(name: str) -> nn.Module:
