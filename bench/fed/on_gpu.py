@@ -29,7 +29,7 @@ CLIENTS = (100, 20, 8)
 STREAMS = 31  # torch deals out 32 in turn, and more slots would share streams
 CONNECTIONS = {"CUDA_DEVICE_MAX_CONNECTIONS": "32"}  # a queue of the device for each stream
 BARE, CAPTURED, JAX = "bare loop", "captured loop", "jax"
-WORDS, WIDTH, TEXTS, COHORT = 32, 64, 16, 20  # of a BERT: longest text, width, texts in a batch, clients
+WORDS, WIDTH, TEXTS, COHORT = 32, 64, 16, 20  # longest text of a BERT, its width, texts in a batch, clients
 # The curves of a BERT: a point has the width, the texts in a batch, and the clients. The middle is in all of them.
 CURVES = {
     "width": [(width, TEXTS, COHORT) for width in (WIDTH, 256, 768)],
@@ -86,8 +86,7 @@ def table8(device: str, executor: str) -> Iterator[Item]:
 
 
 def transformers(device: str, executor: str) -> Iterator[Item]:
-    """Yield rounds of clients with a BERT with adapters (bench/fed/bert.py), equal and unequal, along `CURVES`. Where
-    computing takes all the time, no contender gains."""
+    """Yield rounds of clients with a BERT with adapters (bench/fed/bert.py), equal and unequal, along `CURVES`."""
     from bench.fed import bert
 
     option = {BARE: "bare", CAPTURED: "captured"}.get(executor, executor)

@@ -120,7 +120,7 @@ MODELS = {"attention": lambda: Reader(is_masked=True), "dropout": Dropping}
 
 @pytest.mark.parametrize("name", MODELS)
 def test_steps_of_unequal_clients_are_captured(name: str, monkeypatch: MonkeyPatch) -> None:
-    """A run with captures ends where one without them does, and captures nothing from its third round on."""
+    """Runs with captures and without them have the same weights, and round 3 captures nothing."""
     captured, rounds, ends, capture = list[int](), [1], list[Tensor](), Captures.capture
 
     def count(*operands: object) -> None:

@@ -138,7 +138,7 @@ def changes(name: str, executor: str, slots: int | None = None, is_still: bool =
 @pytest.mark.parametrize("option", OPTIONS)
 @pytest.mark.parametrize("name", MODELS)
 def test_stacked_transformers_have_the_numbers_of_sequential(name: str, option: str) -> None:
-    """In bfloat16 rounding is a hundredth of what three rounds change."""
+    """The tolerance in bfloat16 is five hundredths of the change of the weights."""
     run = functools.partial(changes, name, is_still=True, **OPTIONS[option])
     plain, stacked = run("sequential"), run("vmap", 2)
     assert float((stacked - plain).norm()) <= (0.05 if option == "bf16" else 1e-3) * float(plain.norm())
@@ -147,8 +147,8 @@ def test_stacked_transformers_have_the_numbers_of_sequential(name: str, option: 
 @pytest.mark.parametrize("option", OPTIONS)
 @pytest.mark.parametrize("name", MODELS)
 def test_they_are_stacked_with_their_own_dropout(name: str, option: str, caplog: pytest.LogCaptureFixture) -> None:
-    """A client drops the same alone and together with another one, and passes are replayed. Other draws would be a
-    third of what the rounds change."""
+    """A client drops the same elements by itself and together with another one. Passes are replayed. `sequential` drops
+    other elements."""
     one, two = (changes(name, "vmap", slots, **OPTIONS[option]) for slots in (1, 2))
     other = changes(name, "sequential", **OPTIONS[option])
     assert float((two - one).norm()) <= (0.05 if option == "bf16" else 1e-3) * float(one.norm())

@@ -212,7 +212,7 @@ class Captures:
 
     def __init__(self, cuda: Cuda) -> None:
         self.cuda, self.stream, self._pool = cuda, cuda.stream(), cuda.pool()
-        self._graphs: dict[Hashable, tuple[Any, Tensor, object]] = {}  # graph, inputs, and what must stay alive
+        self._graphs: dict[Hashable, tuple[Any, Tensor, object]] = {}  # graph, inputs, and references
 
     def __contains__(self, key: Hashable) -> bool:
         return key in self._graphs

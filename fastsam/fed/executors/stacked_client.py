@@ -162,7 +162,7 @@ def next_indices(clients: Group, steps: int = 1) -> Tensor:
 
 
 def keys_of(clients: Group, steps: int = 1) -> Tensor:
-    """Return the seeds of what the next steps of clients draw, int64 `[clients, steps]` on the host."""
+    """Return the seeds of the dropout in the next steps of clients, int64 `[clients, steps]` on the host."""
     return torch.tensor([[c.task.pass_seed(c.k + i) for i in range(steps)] for c in clients], device="cpu")
 
 

@@ -1,7 +1,7 @@
 """Dropout of stacked clients: whether an element is kept is a function of the seed of the client's step, the number of
 the call, and the element.
 
-So a client drops the same elements alone, in any group of clients, in both passes of a step, and after a resume.
+A client drops the same elements in any group of clients, by itself, in both passes of a step, and after a resume.
 torch's generator has one sequence for all rows of a call, which depends on the group. `sequential` draws from that
 generator, so it drops other elements.
 """

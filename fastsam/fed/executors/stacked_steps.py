@@ -39,7 +39,7 @@ class Runner(Protocol):
         """Return the clients' rows next to each other."""
 
     def with_keys(self, clients: Group, batch: Tensors) -> Tensors:
-        """Return a batch of clients with the seeds of what they draw, if the model draws."""
+        """Return a batch of clients, with the seeds of their dropout if the model draws."""
 
     def leave_out(self, clients: Group, error: ClientError) -> None:
         """Exclude the clients that have this error, or raise it."""

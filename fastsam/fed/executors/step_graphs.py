@@ -1,9 +1,9 @@
 """Local steps of stacked clients as captured CUDA graphs, for any number of clients and any size of a batch.
 
-The rows of a step are copied next to each other, take one step or several, and are copied back. There are 4, 16, 64 and
-so on of them, or as many as there are slots: few numbers mean few graphs, and rows cost little on a GPU. If fewer
-clients step, the first one's row is read again, and its further results go to a spare row that no client has. Steps
-that are not captured have as many rows, so that a capture changes no bits.
+The rows of a step are copied next to each other, take one step or several, and are copied back. The number of rows is
+4, 16, 64 and so on, or the number of slots. Few numbers mean few graphs, and rows cost little on a GPU. If fewer
+clients step, the first client's row is read again, and the results of the repeated row go to a spare row that no client
+has. Steps that are not captured have the same number of rows, so that a capture changes no bits.
 """
 
 from __future__ import annotations
@@ -47,7 +47,8 @@ class StepGraphs:
     def train(self, clients: Group, row_steps: RowSteps, scratch: ScratchRows, step: TakeStep) -> None:
         """Take the next steps of clients in copies of their rows: by a captured graph, or as they are.
 
-        As many equal steps at once as a graph holds, so that few graphs are captured; the first of them holds the most.
+        A replay takes the largest number of equal steps for which there is a graph. If there is none, the steps are
+        eight, four, two or one, and are captured, so that few graphs are.
         They are captured once their pass is recorded and compared, unless row programs take it from then on. A model or
         an objective that runs through its Python might be frozen by a capture.
         """

@@ -196,8 +196,8 @@ class Vmap(Executor):
             client.advance(1, passes.count)
 
     def _next_batch(self, clients: Group) -> tuple[Group, Tensors]:
-        """Return the next batch of clients, each `[clients, batch, ...]`, and the clients, without those that are
-        excluded because their own batch raises."""
+        """Return clients and their next batch, each tensor `[clients, batch, ...]`. A client whose batch raises is
+        excluded, and left out."""
         if self.setup.population.clients.store is not None and clients[0].batches is None:
             samples = clients[0].samples
             batch = gather_samples(samples, to_device(next_indices(clients), samples[0].device))
@@ -213,7 +213,7 @@ class Vmap(Executor):
         )
 
     def with_keys(self, clients: Group, batch: Tensors) -> Tensors:
-        """Return a batch of clients with the seeds of what their next steps draw, if the model draws."""
+        """Return a batch of clients, with the seeds of the dropout in their next steps if the model draws."""
         if not self.passes.draws or not clients:
             return batch
         keys = to_device(keys_of(clients), self.setup.device)

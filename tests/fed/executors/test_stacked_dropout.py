@@ -131,7 +131,7 @@ def test_a_client_drops_the_same_alone_and_in_any_group(name: str) -> None:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_stacked_equals_a_loop_over_one_client(name: str) -> None:
-    """Two whole batches in their order, by torch's autograd alone, with the seed of each step."""
+    """Two whole batches in their order, by torch's autograd, with the seed of each step."""
     clients = oracle.ragged_clients(FLOAT, (8, 8))
     model = make_model(name)
     result = train(model, fed.FedAvg(), clients=clients, rounds=1, shuffle=False, momentum=0.0, seed=3)
