@@ -86,6 +86,16 @@ def test_stacked_clients_are_recorded_and_have_their_own_bits() -> None:
     assert digest(runs[0]) == digest(runs[1])
 
 
+def test_a_bilinear_layer_whose_inner_product_is_rounded_is_no_random_model() -> None:
+    """torch rounds it when it is called, and not when its operations are recorded."""
+
+    class Pairs(nn.Bilinear):
+        def forward(self, x: Tensor, _: None = None) -> Tensor:
+            return super().forward(x, x)
+
+    assert train(Pairs(20, 20, 5), clients_of(24, 10), precision="bf16").history
+
+
 def test_evaluation_is_in_the_same_precision() -> None:
     clients = clients_of(24, 16)
     result = train(model_of(), clients, precision="bf16")

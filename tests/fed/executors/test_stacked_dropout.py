@@ -1,6 +1,5 @@
 """Dropout under `vmap`: which elements are dropped depends on the client and its step, on nothing else."""
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ from tests.helpers import oracle
 from tests.helpers.fake_cuda import FakeCuda
 from tests.helpers.fake_devices import install_step_graphs
 from tests.helpers.fed_runs import FLOAT, digest, vector
+from tests.promises.stacked_cases import CASES, DROPOUT
 
 SIZES = (9, 12, 4, 7, 12)
 MASK = 2**64 - 1
@@ -59,60 +59,8 @@ def test_elements_are_kept_independently() -> None:
     assert max(float(x.abs().max()) for x in (rows, between_calls, lags)) < bound
 
 
-# --- models
-
-
-class DropsSamples(nn.Module):
-    """Drops whole samples, as stochastic depth does."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x * x.new_empty(len(x), *[1] * (x.dim() - 1)).bernoulli_(0.7) / 0.7 if self.training else x
-
-
-class Attends(nn.Module):
-    """Attention with its own dropout."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = x.unflatten(1, (1, 3, 2))
-        return F.scaled_dot_product_attention(x, x, x, dropout_p=0.3 if self.training else 0.0).flatten(1)
-
-
-class Always(nn.Module):
-    """Drops in evaluation mode too."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.dropout(x, 0.4)
-
-
-class Split(nn.Module):
-    def __init__(self, layer: nn.Module) -> None:
-        super().__init__()
-        self.layer = layer
-
-    def forward(self, x: Tensor) -> Tensor:
-        result: Tensor = self.layer(x.unflatten(1, (3, 2))).flatten(1)
-        return result
-
-
-MODELS: dict[str, Callable[[], nn.Module]] = {
-    "elements": lambda: nn.Dropout(0.4),
-    "in place": lambda: nn.Dropout(0.4, inplace=True),
-    "channels": lambda: Split(nn.Dropout1d(0.4)),
-    "alpha": lambda: nn.AlphaDropout(0.4),
-    "samples": DropsSamples,
-    "everything": lambda: nn.Dropout(1.0),
-    "attention": Attends,
-    "always": Always,
-    "transformer": lambda: Split(nn.TransformerEncoderLayer(2, 1, 4, dropout=0.3, batch_first=True)),
-}
-
-
-QUICK = ("elements", "samples", "attention")
-
-
-def make_model(name: str) -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(6, 6), MODELS[name](), nn.Tanh(), nn.Linear(6, 3))
+def model_of(name: str) -> nn.Module:
+    return CASES[f"dropout: {name}"].model_of(FLOAT)
 
 
 def train(model: nn.Module, algorithm: fed.Algorithm | None = None, slots: int = 5, **options: Any) -> fed.Result:
@@ -121,23 +69,15 @@ def train(model: nn.Module, algorithm: fed.Algorithm | None = None, slots: int =
     return fed.run(model, clients, algorithm or fed.FedSAM(rho=0.05), **base | options)
 
 
-@pytest.mark.parametrize("name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in MODELS])
-def test_a_client_drops_the_same_alone_and_in_any_group(name: str) -> None:
-    """Other elements would move the weights by a hundredth."""
-    first, *others = (vector(train(make_model(name), slots=slots, rounds=2).model) for slots in (5, 2, 1))
-    for other in others:
-        torch.testing.assert_close(other, first, rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", DROPOUT)
 def test_stacked_equals_a_loop_over_one_client(name: str) -> None:
     """Two whole batches in their order, by torch's autograd, with the seed of each step."""
     clients = oracle.ragged_clients(FLOAT, (8, 8))
-    model = make_model(name)
+    model = CASES[name].model_of(FLOAT)
     result = train(model, fed.FedAvg(), clients=clients, rounds=1, shuffle=False, momentum=0.0, seed=3)
     deltas = []
     for client, (x, y) in enumerate(clients):
-        local = make_model(name).train()
+        local = CASES[name].model_of(FLOAT).train()
         optimizer = torch.optim.SGD(local.parameters(), lr=0.1)
         for k in range(2):
             key = seeds.derive(seeds.derive(3, "client", 0, client), "pass", k)
@@ -151,7 +91,7 @@ def test_stacked_equals_a_loop_over_one_client(name: str) -> None:
 
 def test_both_passes_of_a_step_drop_the_same() -> None:
     """With a radius near zero a step of SAM is then a step of SGD."""
-    sgd, sam = (train(make_model("elements"), a) for a in (fed.FedAvg(), fed.FedSAM(rho=1e-6)))
+    sgd, sam = (train(model_of("elements"), a) for a in (fed.FedAvg(), fed.FedSAM(rho=1e-6)))
     torch.testing.assert_close(vector(sam.model), vector(sgd.model), rtol=1e-4, atol=1e-5)
 
 
@@ -160,7 +100,7 @@ def test_both_passes_of_a_step_drop_the_same() -> None:
 )
 def test_objectives_teachers_and_first_gradients(algorithm: fed.Algorithm) -> None:
     """Their passes draw in evaluation mode too."""
-    one, many = (vector(train(make_model("always"), algorithm, slots=slots).model) for slots in (1, 5))
+    one, many = (vector(train(model_of("always"), algorithm, slots=slots).model) for slots in (1, 5))
     torch.testing.assert_close(one, many, rtol=1e-5, atol=1e-6)
 
 
@@ -170,75 +110,29 @@ def test_augmented_samples_and_dicts() -> None:
 
     pairs = oracle.ragged_clients(FLOAT, SIZES)
     augmented = FederatedData(pairs, pairs[0], classes=3, augment=noise)
-    one, many = (vector(train(make_model("elements"), slots=n, clients=augmented).model) for n in (1, 5))
+    one, many = (vector(train(model_of("elements"), slots=n, clients=augmented).model) for n in (1, 5))
     torch.testing.assert_close(one, many, rtol=1e-5, atol=1e-6)
     clients = [{"x": x, "labels": y} for x, y in oracle.ragged_clients(FLOAT, SIZES)]
     loss = fed.BatchLoss(lambda model, batch: F.cross_entropy(model(batch["x"]), batch["labels"]))
-    of_pairs, of_dicts = (train(make_model("elements"), **o) for o in ({}, {"clients": clients, "loss": loss}))
+    of_pairs, of_dicts = (train(model_of("elements"), **o) for o in ({}, {"clients": clients, "loss": loss}))
     torch.testing.assert_close(vector(of_pairs.model), vector(of_dicts.model), rtol=1e-5, atol=1e-6)
 
 
 def test_a_resumed_run_has_its_bits(tmp_path: Path) -> None:
-    whole = digest(train(make_model("elements"), rounds=4))
-    train(make_model("elements"), rounds=2, run_dir=tmp_path)
-    assert digest(train(make_model("elements"), rounds=4, run_dir=tmp_path, resume=True)) == whole
+    whole = digest(train(model_of("elements"), rounds=4))
+    train(model_of("elements"), rounds=2, run_dir=tmp_path)
+    assert digest(train(model_of("elements"), rounds=4, run_dir=tmp_path, resume=True)) == whole
 
 
 def test_captured_steps_drop_by_the_seeds_of_their_round(monkeypatch: pytest.MonkeyPatch) -> None:
     options: dict[str, Any] = {"rounds": 5, "backend": "reference", "local_epochs": 2}
-    plain = vector(train(make_model("elements"), **options).model)
+    plain = vector(train(model_of("elements"), **options).model)
     install_step_graphs(monkeypatch)
-    captured = vector(train(make_model("elements"), **options).model)
+    captured = vector(train(model_of("elements"), **options).model)
     assert sum(graph.replays for graph in FakeCuda.graphs) >= 4
     torch.testing.assert_close(captured, plain, rtol=1e-5, atol=1e-6)
 
 
 def test_passes_are_replayed(caplog: pytest.LogCaptureFixture) -> None:
-    train(make_model("transformer"), rounds=5)
+    train(model_of("transformer"), rounds=5)
     assert "not replayed" not in caplog.text
-
-
-# --- what is refused
-
-
-class DrawsInBackward(torch.autograd.Function):
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(x: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        pass
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        return grad * torch.rand_like(grad)
-
-
-class Calls(nn.Module):
-    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
-        super().__init__()
-        self.first, self.inner, self.function = nn.Linear(6, 6), oracle.smooth_model(FLOAT), function
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.first(x)
-        return self.inner(self.function(x) if self.training else x)
-
-
-@pytest.mark.parametrize(
-    ("function", "name"),
-    [
-        (lambda x: x + torch.randn_like(x), "randn_like"),
-        (lambda x: x * torch.rand(6), "rand"),
-        (lambda x: torch.bernoulli(torch.sigmoid(x)), "bernoulli"),
-        (DrawsInBackward.apply, "rand_like"),
-    ],
-    ids=["noise", "rand", "probabilities", "backward"],
-)
-def test_other_draws_are_refused_by_name(function: Callable[[Tensor], Tensor], name: str) -> None:
-    words = f"executor 'vmap' cannot serve here: .*draws random numbers by aten.{name}.*serve dropout only"
-    with pytest.raises(ValueError, match=words):
-        train(Calls(function))
-    assert train(Calls(function), executor="auto").summary()["executor"] in ("threads", "sequential")

@@ -18,46 +18,8 @@ from fastsam.fed.update import scratch_rows
 from tests.helpers import oracle
 from tests.helpers.fed_kinds import Rows, in_another_collate, pairs
 from tests.helpers.fed_kinds import run as run_kinds
-from tests.helpers.fed_runs import SIZES, digest, run
+from tests.helpers.fed_runs import digest, run
 from tests.helpers.setups import oracle_tasks, setup_of
-from tests.promises import cases
-
-TOLERANCE = {torch.float64: 1e-10, torch.float32: 2e-5}  # relative error of a weight after a few dozen steps
-# one algorithm for each form of a step; the others are slow tests
-FORMS = ("fedavg", "fedsam", "fedsmoo", "fedlesam", "scaffold")
-
-
-def agree(algorithm, dtype=torch.float64, slots=3, sizes=SIZES, model=None, **options):
-    """The largest difference of a weight; the records must say the same."""
-    data = oracle.ragged_clients(dtype, sizes)
-    make = (lambda: oracle.smooth_model(dtype)) if model is None else model
-    base = {
-        "rounds": 3, "participation": 0.8, "batch_size": 5, "local_epochs": 2, "momentum": 0.3, "weight_decay": 0.01,
-    } | options  # fmt: skip
-    plain = fed.run(make(), data, algorithm, executor="sequential", **base)
-    actual = fed.run(make(), data, algorithm, executor="vmap", slots=slots, **base)
-    for a, b in zip(plain.history, actual.history, strict=True):
-        assert all(a[k] == b[k] for k in ("steps", "backprops", "clients"))
-        assert a["train_loss"] == pytest.approx(b["train_loss"], rel=1e-9 if dtype == torch.float64 else 1e-4)
-    return oracle.movement(plain.model, actual.model)
-
-
-@pytest.mark.parametrize(
-    "method",
-    [
-        pytest.param(m, marks=[] if m in FORMS else pytest.mark.slow)
-        for m in cases.METHODS
-        if not m.startswith(cases.NOT_STACKED)
-    ],
-)
-def test_every_algorithm_agrees_with_the_plain_executor(method):
-    """Ragged clients in three rows: partial batches, rows that are refilled, rows that are not neighbours."""
-    assert agree(cases.make_algorithm(method), clip_norm=0.05) < TOLERANCE[torch.float64]
-
-
-@pytest.mark.parametrize(("slots", "method"), [(1, "fedavg"), (7, "fedsmoo"), (64, "fedlesam-d")])
-def test_any_number_of_slots_agrees_in_single_precision(slots, method):
-    assert agree(cases.make_algorithm(method), torch.float32, slots) < TOLERANCE[torch.float32]
 
 
 def test_a_run_continues_in_the_same_bits(tmp_path):
@@ -67,53 +29,6 @@ def test_a_run_continues_in_the_same_bits(tmp_path):
     assert oracle.movement(full_run.model, parts.model) == 0
     with pytest.raises(fed.RunDirectoryError, match="numbers"):
         run(fed.SCAFFOLD(), "vmap", 4, rounds=5, run_dir=tmp_path / "run", resume=True)
-
-
-@pytest.mark.parametrize(
-    "loss",
-    [
-        F.multi_margin_loss,
-        pytest.param(lambda out, y: F.cross_entropy(out, y, label_smoothing=0.1), marks=pytest.mark.slow),
-    ],
-    ids=["margin", "smoothed"],
-)
-def test_other_losses_are_mapped(loss):
-    assert agree(fed.FedSAM(), loss=loss) < TOLERANCE[torch.float64]
-
-
-def test_ignored_labels_do_not_count():
-    outputs = torch.randn(3, 5, 4, dtype=torch.float64)
-    y = torch.tensor([[0, 1, -100, 2, 3], [-100, -100, 1, 1, 1], [0, 1, 2, 3, 0]])
-    result = stacked._cross_entropy(outputs, y)
-    expected = torch.stack([F.cross_entropy(o, t) for o, t in zip(outputs, y, strict=True)])
-    assert torch.allclose(result, expected, rtol=1e-14)
-
-
-# --- what is refused ---
-
-
-class Branches(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.inner = oracle.smooth_model(torch.float32)
-
-    def forward(self, x):
-        return self.inner(x) if x.sum() > 0 else self.inner(-x)
-
-
-@pytest.mark.parametrize(
-    ("model", "words", "options"),
-    [
-        (lambda: nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 3)), "BatchNorm", {"buffers": "keep"}),
-        (Branches, "torch.vmap cannot map.*data-dependent control flow", {}),
-    ],
-)
-def test_models_that_cannot_be_stacked_are_refused_with_the_reason(model, words, options):
-    options = options | {"rounds": 1, "batch_size": 4}
-    with pytest.raises(ValueError, match=f"executor 'vmap' cannot serve here: .*{words}.*executor='auto'"):
-        run(fed.FedAvg(), "vmap", 3, model(), sizes=(8, 8), **options)
-    calls = run(fed.FedAvg(), "auto", None, model(), sizes=(8, 8), **options)
-    assert calls.summary()["executor"] in ("threads", "sequential")
 
 
 def test_errors_name_the_clients():

@@ -1,0 +1,92 @@
+"""Clients that train at the same time under `vmap` have the numbers of a client by itself: models, batches and losses
+by dtypes, algorithms, and what is refused."""
+
+import re
+from dataclasses import replace
+
+import pytest
+import torch
+
+from fastsam import fed
+from tests.helpers.crosses import one_in
+from tests.helpers.fed_runs import vector
+from tests.helpers.places import ROOT
+from tests.promises import cases
+from tests.promises.stacked_cases import CASES, LAYERS, LOOKUPS, Case
+
+# Errors relative to the change of the weights. In bfloat16 a group may round in another way than one client.
+TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 0.1}
+SERVED = [name for name, case in CASES.items() if case.kind != "refused"]
+REFUSED = [name for name, case in CASES.items() if case.kind == "refused"]
+
+
+NOT_REPLAYED = ("Bilinear", torch.bfloat16)  # torch rounds its inner product when it is called, and not when recorded
+SMALL = CASES["elu, without a row program"]
+METHODS = [name for name in cases.METHODS if not name.startswith(cases.NOT_STACKED)]
+FORMS = ("fedavg", "fedsam", "fedsmoo", "fedlesam", "scaffold")  # one for each form of a step; the others are slow
+
+
+def compare(case: Case, dtype: torch.dtype, slots: int) -> None:
+    """Compare a group with one client at a time. `sequential` draws other numbers for dropout than `vmap`."""
+    together = case.train("vmap", dtype, slots=slots)
+    alone = case.train("vmap", dtype, slots=1) if case.draws else case.train("sequential", dtype)
+    start = vector(case.model_of(dtype)).double()
+    change = vector(alone.model).double() - start
+    assert change.norm() > 1e-3
+    assert (vector(together.model).double() - start - change).norm() < TOLERANCES[dtype] * change.norm()
+    for a, b in zip(together.history, alone.history, strict=True):
+        assert all(a[key] == b[key] for key in ("steps", "backprops", "clients"))
+        assert a["train_loss"] == pytest.approx(b["train_loss"], rel=TOLERANCES[dtype])
+
+
+@pytest.mark.parametrize(("name", "dtype"), one_in(3, SERVED, TOLERANCES), ids=str)
+def test_clients_in_a_group_have_the_numbers_of_a_client_by_itself(
+    name: str, dtype: torch.dtype, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level("INFO", "fastsam.fed"):
+        compare(CASES[name], dtype, slots=3)
+    assert ("not replayed" in caplog.text) == ((name, dtype) == NOT_REPLAYED)
+    assert ("once per client" in caplog.text) == (CASES[name].kind == "once per client")
+
+
+@pytest.mark.parametrize("method", [m if m in FORMS else pytest.param(m, marks=pytest.mark.slow) for m in METHODS])
+def test_clients_of_every_algorithm(method: str) -> None:
+    """Partial participation, and rows of clients that are refilled and are not neighbours."""
+    options = {"participation": 0.8, "momentum": 0.3, "weight_decay": 0.01, "clip_norm": 0.05, "local_epochs": 2}
+    compare(replace(SMALL, options=options | {"algorithm": cases.make_algorithm(method)}), torch.float64, slots=3)
+
+
+@pytest.mark.parametrize(("slots", "method"), [(2, "fedavg"), (7, "fedsmoo"), (64, "fedlesam-d")])
+def test_any_number_of_slots(slots: int, method: str) -> None:
+    compare(replace(SMALL, options={"algorithm": cases.make_algorithm(method)}), torch.float32, slots)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_stacked_is_refused_with_the_reason_and_trains_in_another_executor(name: str) -> None:
+    case = CASES[name]
+    with pytest.raises(ValueError, match=f"executor 'vmap' cannot serve here: .*{case.words}"):
+        case.train("vmap", rounds=1)
+    assert case.train("auto", rounds=1).summary()["executor"] in ("threads", "sequential")
+
+
+def test_the_page_says_what_every_layer_does() -> None:
+    page = (ROOT / "docs/executors_promises.md").read_text()
+    table = re.findall(r"^\| (served|once per client|refused) \| (.+?) \|", page, re.M)
+    named = {name: kind for kind, names in table for name in re.findall(r"`(\w+)`", names)}
+    tree_names = ("dict", "list", "tuple", "collate")
+    assert named == {name: case.kind for name, case in CASES.items() if name in LAYERS or name in tree_names}
+
+
+@pytest.mark.parametrize("name", [name for name in LOOKUPS if name != "another operation first"])
+@pytest.mark.parametrize("index", [10, -1])
+def test_an_index_outside_of_the_table_raises(index: int, name: str) -> None:
+    """In the plain executor, and in the middle row of a stacked pass: in round 1, and in a replayed pass of round 3."""
+    case = CASES[name]
+    data = case.clients(torch.float32, (8,) * 4)
+    data[1][0][7, 2] = index
+    words = r"client .*1.* in round {}.*(out of range|out of bounds|smaller than|non-negative)"
+    for executor, dtype in (("sequential", torch.float64), ("vmap", torch.float64), ("vmap", torch.float32)):
+        with pytest.raises(fed.ClientError, match=words.format(1)):
+            case.train(executor, dtype, data)
+        with pytest.raises(fed.ClientError, match=words.format(3)):
+            case.train(executor, dtype, data, sampler=lambda t, generator: [0, 1 if t == 2 else 3, 2])
