@@ -73,8 +73,14 @@ def try_pass(
         )
     with explain(f"{failure} when it was repeated"):
         second_value, activations = _repeat(trial, batch, compute, start)
-        if not _are_close(value, second_value):  # the recorder keeps bilinear layers from bfloat16: look without it
-            value, (second_value, activations) = second_value, _repeat(trial, batch, compute, start)
+        if not _are_close(value, second_value):
+            # Inside the recorder torch does not round the inner product of a bilinear layer to bfloat16. Then passes
+            # without a recorder agree with each other, and so do passes with one.
+            plain_value, _ = _repeat(trial, batch, compute, start)
+            with EffectRecorder(trial, device):
+                recorded_value, _ = _repeat(trial, batch, compute, start)
+            if _are_close(plain_value, second_value) and _are_close(recorded_value, value):
+                value = second_value
     _check_repeated(value, second_value, difference(state, _python_state(trial)))
     foreign = leaves.keys() & _leaves(second_value).keys() - {*map(id, trial.parameters()), *map(id, batch)}
     if foreign:
@@ -191,7 +197,7 @@ def _check_own_model(model: nn.Module, trial: nn.Module, leaves: Mapping[int, Te
     name = next((name for name, p in model.named_parameters() if id(p) in leaves), None)
     if name is not None:
         raise ValueError(
-            f"the loss refers to the parameter {name!r} of your model, but clients train on copies: this term would "
+            f"the loss refers to the parameter {name!r} of your model, but clients train on copies: the term would "
             "train nothing. Use loss=fed.BatchLoss(f): f(model, batch) gets the copy"
         )
 

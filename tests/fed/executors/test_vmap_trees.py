@@ -59,7 +59,7 @@ def test_too_large_samples_are_gathered_client_by_client(monkeypatch: pytest.Mon
 
 
 def test_a_mask_that_models_of_hugging_face_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They do not read it while torch compiles. Models of others are refused with a message that shows a mask."""
+    """They do not read it while torch compiles."""
     monkeypatch.setattr(ReadsMask, "__module__", "transformers.models.reads")
     reads = replace(DICT, model=ReadsMask)
     assert_equal(*(reads.train(e, torch.float64) for e in ("sequential", "vmap")))

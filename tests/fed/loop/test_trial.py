@@ -1,6 +1,7 @@
 """Errors that a trial step on a copy of the model finds before the first round: in models, losses, batches and
 augmentations."""
 
+import itertools
 import random
 from pathlib import Path
 from typing import Any
@@ -212,6 +213,18 @@ def test_a_training_pass_with_a_side_effect(mode: str, words: str | None, tree: 
         with pytest.raises(ValueError, match=words):
             start(Odd(mode), clients, **options)
     assert torch.equal(inputs, X)
+
+
+@pytest.mark.parametrize("factors", [(2.0, 1.0, 1.0), (2.0, 1.0, 2.0, 1.0)], ids=["first call", "every other call"])
+def test_a_state_outside_of_the_model_is_refused(factors: tuple[float, ...]) -> None:
+    """Nothing in the model shows it, and two of its passes may agree by chance."""
+    calls = itertools.chain(factors, itertools.repeat(1.0))
+
+    def loss(outputs: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(outputs, y) * next(calls)
+
+    with pytest.raises(ValueError, match="repeated from the same weights, batch and seed, gives"):
+        start(loss=loss, executor="sequential")
 
 
 def test_a_loss_that_refers_to_the_users_model() -> None:
