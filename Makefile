@@ -119,7 +119,7 @@ test-plain: $(READY) ## the tests of an install without compiled kernels, which 
 # does nothing: better no run.
 MALLOC := MALLOC_CHECK_=3 MALLOC_PERTURB_=165 LD_PRELOAD=libc_malloc_debug.so.0
 TRAINING := tests/promises/test_steps.py tests/fed/update tests/fed/executors/test_exact.py \
-  tests/fed/executors/test_vmap.py \
+  tests/fed/executors/test_vmap.py tests/promises/test_stacked.py \
   tests/fed/executors/test_slots.py tests/fed/data/test_config.py tests/fed/data/test_models.py
 OURS := tests/ops tests/optim tests/promises tests/fed/executors tests/fed/sums
 # Of the processor; the last one of each is what `make test` runs with.

@@ -6,7 +6,6 @@ A test, on a CPU or on a GPU, asks of every case that clients in a group have th
 from collections import UserDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -16,9 +15,30 @@ from torch.utils.data import DataLoader, TensorDataset, default_collate
 
 from fastsam import fed
 from tests.helpers.attending import Reader
+from tests.helpers.stacked_models import (
+    CLASSES,
+    WORDS,
+    AlwaysDrops,
+    Attends,
+    Branches,
+    BySize,
+    Call,
+    ChannelsLast,
+    Draws,
+    DrawsInBackward,
+    DropsSamples,
+    Everything,
+    LanguageModel,
+    Number,
+    ReadsMask,
+    ScalesFirst,
+    Split,
+    Words,
+    Writes,
+    mlp,
+)
 
 SIZES = (7, 10, 1, 12)  # whole batches of 4, and batches of 3, 2 and 1
-CLASSES = 3
 
 Pair = tuple[Tensor, Tensor]
 
@@ -84,18 +104,6 @@ class Case:
 # --- layers: the table of docs/executors_promises.md ---
 
 
-class Call(nn.Module):
-    """A layer, a function that calls it, and a head for its `width` results."""
-
-    def __init__(self, layer: nn.Module, width: int, call: Callable[[Any, Tensor], Tensor]) -> None:
-        super().__init__()
-        self.layer, self.head, self.call = layer, nn.Linear(width, CLASSES), call
-
-    def forward(self, x: Tensor) -> Tensor:
-        result: Tensor = self.head(self.call(self.layer, x).flatten(1))
-        return result
-
-
 def of_layer(
     make: Callable[[], nn.Module],
     width: int,
@@ -147,66 +155,12 @@ LAYERS = {
 # --- models ---
 
 
-def mlp(activation: nn.Module | None = None, *middle: nn.Module) -> nn.Module:
-    return nn.Sequential(nn.Linear(6, 8), activation or nn.Tanh(), *middle, nn.Linear(8, CLASSES))
-
-
-class Everything(nn.Module):
-    """Tied, frozen, unused, 0-dim, channels-last and embedded parameters, and a constant buffer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.words, self.a, self.b = nn.Embedding(11, 6), nn.Linear(6, 6), nn.Linear(6, 6)
-        self.b.weight, self.unused = self.a.weight, nn.Linear(2, 2)
-        self.conv, self.pool = nn.Conv2d(2, 4, 2).to(memory_format=torch.channels_last), nn.MaxPool2d(2, 1)
-        self.norm, self.out, self.scale = nn.GroupNorm(2, 4), nn.Linear(24, 3), nn.Parameter(torch.tensor(1.5))
-        self.out.bias.requires_grad_(False)
-        self.register_buffer("mask", torch.linspace(0.5, 1, 24))
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = torch.tanh(self.b(torch.tanh(self.a(self.words(x))))) * self.scale
-        x = self.norm(self.conv(x.transpose(1, 2).unflatten(1, (2, 3))))
-        result: Tensor = self.out(self.mask * F.pad(self.pool(x), (0, 4)).flatten(1)[:, :24])
-        return result
-
-
-class Writes(nn.Linear):
-    """A layer that writes its results in place."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        out = super().forward(x)
-        out[:, :1].mul_(2)
-        return out
-
-
-class BySize(nn.Linear):
-    """A layer that does something else from four samples on."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) if len(x) < 4 else super().forward(x.tanh()).flip(0)
-
-
-class Number(nn.Module):
-    """A number of the model, which is one for all clients."""
-
-    def __init__(self, number: Tensor, function: Callable[[Tensor, Tensor], Tensor]) -> None:
-        super().__init__()
-        self.register_buffer("number", number)
-        self.function = function
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.function(x, self.number)
-
-
-class ChannelsLast(nn.Sequential):
-    """A small convolutional network whose weights are in channels-last order."""
-
-    def __init__(self) -> None:
-        conv, norm = nn.Conv2d(2, 4, 2, padding=1), nn.GroupNorm(2, 4)
-        super().__init__(nn.Unflatten(1, (2, 2, 2)), conv, norm, nn.ReLU(), nn.MaxPool2d(2, 1), nn.Flatten())
-        self.append(nn.Linear(16, CLASSES)).to(memory_format=torch.channels_last)
-
-
+NUMBERS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "product": torch.mul,
+    "quotient": torch.div,
+    "sum": lambda x, number: number + x,
+    "product with zeros": lambda x, number: x * 0 * number,
+}
 MODELS = {
     "relu": Case(lambda: mlp(nn.ReLU())),
     "gelu, layer norm": Case(lambda: mlp(nn.GELU(), nn.LayerNorm(8))),
@@ -216,8 +170,11 @@ MODELS = {
     "channels last": Case(ChannelsLast, (8,)),
     "writes in place": Case(lambda: mlp(nn.ReLU(inplace=True), Writes(8, 8))),
     "by the number of samples": Case(lambda: mlp(None, BySize(8, 8))),
-    "a product with a number": Case(lambda: mlp(Number(torch.tensor(2.0), torch.mul))),
-    "a quotient by a number": Case(lambda: mlp(Number(torch.full((1,), 2.0), torch.div))),
+    **{
+        f"{name} with a number of shape {shape}": Case(lambda f=function, s=shape: mlp(Number(torch.full(s, 2.0), f)))
+        for name, function in NUMBERS.items()
+        for shape in ((), (1,))
+    },
     "attention": Case(lambda: Reader(is_masked=False), (5,), vocabulary=11),
     "attention, padding": Case(lambda: Reader(is_masked=True), (5,), vocabulary=11),
 }
@@ -255,28 +212,6 @@ WITH_LOSSES = {
 
 # --- lookups in tables ---
 
-WORDS = 10
-
-
-class Words(nn.Module):
-    """A classifier of texts of 5 words, by a function of the words and the table of their vectors."""
-
-    def __init__(self, look_up: Callable[..., Tensor] | None = None, **options: Any) -> None:
-        super().__init__()
-        self.words, self.output, self.look_up = nn.Embedding(WORDS, 4, **options), nn.Linear(4, CLASSES), look_up
-
-    def forward(self, x: Tensor) -> Tensor:
-        vectors = self.words(x) if self.look_up is None else self.look_up(x, self.words.weight)
-        result: Tensor = self.output(vectors.mean(1))
-        return result
-
-
-class ScalesFirst(Words):
-    """A model with an operation that no row program has, before its lookup."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) * F.group_norm((self.output.bias * 2)[None], 1)[0]
-
 
 def of_words(look_up: Callable[..., Tensor] | None = None, **options: Any) -> Case:
     return Case(lambda: Words(look_up, **options), (5,), WORDS, options={"lr": 0.5})
@@ -300,22 +235,6 @@ class Batch(NamedTuple):
     words: Tensor
     mask: Tensor
     labels: Tensor
-
-
-class LanguageModel(nn.Module):
-    """A model like Hugging Face's: words, a mask and labels in, an object with the loss out."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.table = nn.Embedding(9, 4)
-        # A bias of keys has no gradient but rounding, which AdamW would make large.
-        self.attention, self.head = nn.MultiheadAttention(4, 2, bias=False, batch_first=True), nn.Linear(4, CLASSES)
-
-    def forward(self, words: Tensor, mask: Tensor, labels: Tensor | None = None) -> Any:
-        x = self.table(words)
-        x, _ = self.attention(x, x, x, key_padding_mask=~mask)
-        logits = self.head((x * mask.unsqueeze(-1)).sum(1))
-        return SimpleNamespace(logits=logits, loss=None if labels is None else F.cross_entropy(logits, labels))
 
 
 def columns(x: Tensor, y: Tensor) -> dict[str, Tensor]:
@@ -393,40 +312,6 @@ OPTIONS = {f"dict, {name}": replace(DICT, options=options) for name, options in 
 # --- dropout ---
 
 
-class DropsSamples(nn.Module):
-    """Stochastic depth: whole samples, by a method that writes."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x * x.new_empty(len(x), *[1] * (x.dim() - 1)).bernoulli_(0.7) / 0.7 if self.training else x
-
-
-class Attends(nn.Module):
-    """Attention with its own dropout."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = x.unflatten(1, (1, 4, 2))
-        return F.scaled_dot_product_attention(x, x, x, dropout_p=0.3 if self.training else 0.0).flatten(1)
-
-
-class AlwaysDrops(nn.Module):
-    """Drops in evaluation mode too."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.dropout(x, 0.4)
-
-
-class Split(nn.Module):
-    """A layer on samples of 4 rows."""
-
-    def __init__(self, layer: nn.Module) -> None:
-        super().__init__()
-        self.layer = layer
-
-    def forward(self, x: Tensor) -> Tensor:
-        result: Tensor = self.layer(x.unflatten(1, (4, 2))).flatten(1)
-        return result
-
-
 DROPOUT_LAYERS: dict[str, Callable[[], nn.Module]] = {
     "elements": lambda: nn.Dropout(0.4),
     "in place": lambda: nn.Dropout(0.4, inplace=True),
@@ -447,54 +332,6 @@ def of_dropout(make: Callable[[], nn.Module]) -> Case:
 DROPOUT = {f"dropout: {name}": of_dropout(make) for name, make in DROPOUT_LAYERS.items()}
 
 # --- what is refused ---
-
-
-class Branches(nn.Module):
-    """A model that reads the values of its samples."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = mlp()
-
-    def forward(self, x: Tensor) -> Tensor:
-        result: Tensor = self.inner(x) if x.sum() > 0 else self.inner(-x)
-        return result
-
-
-class ReadsMask(LanguageModel):
-    """A model that leaves out a mask without padding."""
-
-    def forward(self, words: Tensor, mask: Tensor, labels: Tensor | None = None) -> Any:
-        if not torch.compiler.is_compiling() and mask.all():
-            mask = torch.ones_like(mask)
-        return super().forward(words, mask, labels)
-
-
-class DrawsInBackward(torch.autograd.Function):
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(x: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        pass
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        return grad * torch.rand_like(grad)
-
-
-class Draws(nn.Module):
-    """A function that draws random numbers."""
-
-    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
-        super().__init__()
-        self.function = function
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.function(x) if self.training else x
 
 
 def refused(words: str, model: Callable[[], nn.Module], *shape: int, **fields: Any) -> Case:

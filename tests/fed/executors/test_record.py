@@ -18,6 +18,7 @@ from fastsam.fed.executors import record
 from fastsam.fed.executors.record import SHAPES, CannotRecordError, Replays, number_of
 from fastsam_kernels import native
 from tests.helpers import oracle
+from tests.helpers.stacked_models import Everything, Writes
 from tests.helpers.stacked_passes import make_passes, same
 
 needs_row_programs = pytest.mark.skipif(native.why_not("cpu") is not None, reason=f"{native.why_not('cpu')}")
@@ -62,26 +63,8 @@ def test_a_replay_is_the_plain_pass(make_model, loss, dtype, rows, data):
     assert passes.replays.reason is None
 
 
-class Everything(nn.Module):
-    """Tied, frozen, unused, 0-dim, channels-last and embedded parameters, and a constant buffer."""
-
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.words, self.a, self.b = nn.Embedding(11, 6), nn.Linear(6, 6), nn.Linear(6, 6)
-        self.b.weight, self.unused = self.a.weight, nn.Linear(2, 2)
-        self.conv, self.pool = nn.Conv2d(2, 4, 2).to(memory_format=torch.channels_last), nn.MaxPool2d(2, 1)
-        self.norm, self.out, self.scale = nn.GroupNorm(2, 4), nn.Linear(24, 3), nn.Parameter(torch.tensor(1.5))
-        self.out.bias.requires_grad_(False)
-        self.register_buffer("mask", torch.linspace(0.5, 1, 24))
-
-    def forward(self, x):
-        x = torch.tanh(self.b(torch.tanh(self.a(self.words(x))))) * self.scale
-        x = self.norm(self.conv(x.transpose(1, 2).unflatten(1, (2, 3))))
-        return self.out(self.mask * F.pad(self.pool(x), (0, 4)).flatten(1)[:, :24])
-
-
 def test_unusual_parameters_and_buffers_that_change():
+    torch.manual_seed(0)
     passes, form = make_passes(Everything().double())
     for _ in range(3):
         x, y = torch.randint(0, 11, (5, 7, 4)), torch.randint(0, 3, (5, 7))
@@ -123,12 +106,6 @@ def test_weights_that_are_read_behind_the_inputs_are_not_recorded():
 
 
 def test_writes_in_place_are_recorded_without_them():
-    class Writes(nn.Linear):
-        def forward(self, x):
-            out = super().forward(x)
-            out[:, :1].mul_(2)
-            return out
-
     passes, form = make_passes(Writes(3, 2))
     x, y = torch.randn(5, 4, 3), torch.zeros(5, 4, dtype=torch.int64)
     for _ in range(3):

@@ -97,31 +97,6 @@ def test_operations_made_of_others_have_a_row_program(middle: nn.Module) -> None
     assert passes.replays.has_row_pass(x, y)
 
 
-class Scaled(nn.Module):
-    """Uses a number of the model, which is one for the rows of all clients."""
-
-    def __init__(self, number: Tensor, function: Callable[[Tensor, Tensor], Tensor]) -> None:
-        super().__init__()
-        self.register_buffer("number", number)
-        self.function = function
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.function(x, self.number)
-
-
-@pytest.mark.parametrize("shape", [(), (1,)])
-@pytest.mark.parametrize(
-    "function", [torch.mul, torch.div, lambda x, number: number + x, lambda x, number: x * 0 * number]
-)
-def test_numbers_of_the_model_are_those_of_every_row(function: Callable[..., Tensor], shape: tuple[int, ...]) -> None:
-    model, ends = nn.Sequential(nn.Linear(6, 5), Scaled(torch.full(shape, 2.0), function), nn.Linear(5, 3)), []
-    for executor in ("sequential", "vmap"):
-        clients = oracle.ragged_clients(torch.float32, (8, 12, 7))
-        result = fed.run(model, clients, fed.FedSAM(), rounds=3, batch_size=4, participation=1.0, executor=executor)
-        ends.append(vector(result.model))
-    torch.testing.assert_close(*ends, rtol=1e-5, atol=1e-6)
-
-
 class Words(nn.Module):
     """A classifier of texts of 7 words by `read(table, x)`, a vector of 6 numbers each."""
 

@@ -14,7 +14,8 @@ from fastsam.fed.clients.prepare import prepare
 from fastsam.fed.executors.stacked_masks import advice
 from tests.helpers import oracle
 from tests.helpers.fed_runs import digest, vector
-from tests.promises.stacked_cases import DICT, ReadsMask
+from tests.helpers.stacked_models import ReadsMask
+from tests.promises.stacked_cases import DICT
 
 FLOAT = torch.float32
 
