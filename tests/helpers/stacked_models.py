@@ -30,11 +30,14 @@ def mlp(activation: nn.Module | None = None, *middle: nn.Module) -> nn.Module:
 class Everything(nn.Module):
     """Tied, frozen, unused, 0-dim, channels-last and embedded parameters, and a constant buffer."""
 
+    mask: Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.words, self.a, self.b = nn.Embedding(11, 6), nn.Linear(6, 6), nn.Linear(6, 6)
         self.b.weight, self.unused = self.a.weight, nn.Linear(2, 2)
-        self.conv, self.pool = nn.Conv2d(2, 4, 2).to(memory_format=torch.channels_last), nn.MaxPool2d(2, 1)
+        self.conv, self.pool = nn.Conv2d(2, 4, 2), nn.MaxPool2d(2, 1)
+        self.conv.weight.data = self.conv.weight.data.contiguous(memory_format=torch.channels_last)
         self.norm, self.out, self.scale = nn.GroupNorm(2, 4), nn.Linear(24, 3), nn.Parameter(torch.tensor(1.5))
         self.out.bias.requires_grad_(False)
         self.register_buffer("mask", torch.linspace(0.5, 1, 24))
@@ -65,6 +68,8 @@ class BySize(nn.Linear):
 class Number(nn.Module):
     """A number of the model, which is one for all clients."""
 
+    number: Tensor
+
     def __init__(self, number: Tensor, function: Callable[[Tensor, Tensor], Tensor]) -> None:
         super().__init__()
         self.register_buffer("number", number)
@@ -79,8 +84,9 @@ class ChannelsLast(nn.Sequential):
 
     def __init__(self) -> None:
         conv, norm = nn.Conv2d(2, 4, 2, padding=1), nn.GroupNorm(2, 4)
+        conv.weight.data = conv.weight.data.contiguous(memory_format=torch.channels_last)
         super().__init__(nn.Unflatten(1, (2, 2, 2)), conv, norm, nn.ReLU(), nn.MaxPool2d(2, 1), nn.Flatten())
-        self.append(nn.Linear(16, CLASSES)).to(memory_format=torch.channels_last)
+        self.append(nn.Linear(16, CLASSES))
 
 
 class Words(nn.Module):

@@ -74,8 +74,8 @@ def try_pass(
     with explain(f"{failure} when it was repeated"):
         second_value, activations = _repeat(trial, batch, compute, start)
         if not _are_close(value, second_value):
-            # Inside the recorder torch does not round the inner product of a bilinear layer to bfloat16. Then passes
-            # without a recorder agree with each other, and so do passes with one.
+            # Inside the recorder torch does not round the inner product of a bilinear layer to bfloat16. A model
+            # without hidden state passes if each kind of pass, recorded and plain, agrees with its own repetition.
             plain_value, _ = _repeat(trial, batch, compute, start)
             with EffectRecorder(trial, device):
                 recorded_value, _ = _repeat(trial, batch, compute, start)
