@@ -1,8 +1,9 @@
 """The writer of all tables and pages: `python -m bench.report FILE...` prints the tables of results files.
 
-Files of one kind are joined, as the calls of `make gpu` leave them. `--plot FOLDER` draws the plots. `--publish` stores
-the records in bench/results, draws their plots there, and writes every page from that folder: the texts between
-`<!-- bench:NAME -->` and `<!-- /bench -->`. Pages have short tables (bench/joint.py). Nothing here measures.
+Files of one kind are joined, as the calls of `make gpu` leave them. `--plot FOLDER` draws the plots, and `--tables
+FOLDER` writes every table as .csv and .tex (without a FILE, those of bench/results). `--publish` stores the records in
+bench/results, draws their plots there, and writes every page from that folder: the texts between `<!-- bench:NAME -->`
+and `<!-- /bench -->`. Pages have short tables (bench/joint.py). Nothing here measures.
 """
 
 import argparse
@@ -260,6 +261,38 @@ def commit(e: Record) -> str:
     return e["commit"][:12] + ("+changes" if e["commit"].endswith("+changes") else "")
 
 
+# --- tables as files ---
+
+_TABLE = re.compile(r"((?:^\|.*\|\n?)+)", re.MULTILINE)
+_CELL = re.compile(r"(?<!\\)\|")  # the bar between two cells
+
+
+def tables_in(text: str) -> list[Table]:
+    """Return the tables of a text in Markdown, without its markup. The title is the line of text above a table."""
+    tables, title = [], ""
+    for number, part in enumerate(_TABLE.split(text)):
+        if number % 2 == 0:
+            title = ([_plain(line) for line in part.splitlines() if line.strip()] or [title])[-1]
+            continue
+        head, marks, *rows = ([_plain(cell) for cell in _CELL.split(line)[1:-1]] for line in part.splitlines())
+        tables.append(Table(title, head, rows, alignment="".join("rl"[not mark.endswith(":")] for mark in marks)))
+    return tables
+
+
+def _plain(cell: str) -> str:
+    text = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", cell).replace("\\|", "|").replace("&lt;", "<")
+    return text.replace("**", "").replace("`", "").strip()
+
+
+def write_tables(record: Record, folder: Path) -> None:
+    """Write each table of a record as `NAME-NUMBER.csv` and `.tex`, with its title as a comment of the latter."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for number, table in enumerate(tables_in(markdown(record)), 1):
+        path = folder / f"{records.name_of(record)}-{number:02d}"
+        path.with_suffix(".csv").write_text(table.csv())
+        path.with_suffix(".tex").write_text(f"% {table.title}\n{table.tex()}")
+
+
 # --- pages ---
 
 _PLACE = re.compile(r"(<!-- (\w+):(\S+(?: \w+)*) -->\n).*?(<!-- /\2 -->)", re.DOTALL)
@@ -284,11 +317,16 @@ def places(text: str) -> list[str]:
     return [f"{match[2]}:{match[3]}" for match in _PLACE.finditer(text)]
 
 
+def published() -> list[Path]:
+    """Return the files of the stored records."""
+    names = [name for kind in records.KINDS for name in (kind, f"{kind}-cuda")]
+    return [path for name in names if (path := RESULTS / f"{name}.json").exists()]
+
+
 def pages() -> dict[Path, str]:
     """Return every page as bench/results would have it."""
     texts = {path: path.read_text() for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))}
-    files = {f"bench:{name}": RESULTS / f"{name}.json" for kind in records.KINDS for name in (kind, f"{kind}-cuda")}
-    pieces = {name: short(records.read(path)) for name, path in files.items() if path.exists()}
+    pieces = {f"bench:{path.stem}": short(records.read(path)) for path in published()}
     if any(README_PLACE in places(text) for text in texts.values()):
         pieces[README_PLACE] = readme.text(RESULTS)
     return {path: fill(text, pieces) for path, text in texts.items() if places(text)}
@@ -317,11 +355,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.report", description=facts, allow_abbrev=False)
     parser.add_argument("results", type=Path, nargs="*", help="results files of any benchmark")
     parser.add_argument("--plot", type=Path, metavar="FOLDER", help="draw the plots there")
+    parser.add_argument("--tables", type=Path, metavar="FOLDER", help="write each table as .csv and .tex there")
     parser.add_argument("--publish", action="store_true", help="store the records in bench/results and write the pages")
     arguments = parser.parse_args(argv)
     cases_by_name: dict[str, dict[str, Any]] = {}
     try:
-        for one in map(records.read, arguments.results):
+        for one in map(records.read, arguments.results or (published() if arguments.tables else [])):
             name = records.name_of(one)
             cases_by_name[name] = records.join(cases_by_name[name], one) if name in cases_by_name else one
         if arguments.publish and (names := [name for name, one in cases_by_name.items() if one["quick"]]):
@@ -332,11 +371,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(error, file=sys.stderr)
         return 1
     for name, record in cases_by_name.items():
-        print(markdown(record))
+        if arguments.results:
+            print(markdown(record))
         if arguments.publish:
             records.write(record, RESULTS / f"{name}.json")
         if arguments.plot:
             plots.draw(record, arguments.plot)
+        if arguments.tables:
+            write_tables(record, arguments.tables)
         if arguments.publish:
             plots.draw(record, RESULTS, shown_pictures())
     if arguments.publish:

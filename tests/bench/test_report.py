@@ -53,6 +53,28 @@ def test_pages_show_results_only() -> None:
     assert not [(path.name, word) for path, text in report.pages().items() for word in words if word in text]
 
 
+def test_every_table_is_written_as_csv_and_tex(tmp_path: Path) -> None:
+    slow = {"name": "a | b", "step": summary(12e-6), "round": summary(1.0)}
+    record = record_of("federated", case("share", {"name": "x", "seconds": 0.5}), case("overhead", slow, title="100 %"))
+    records.write(record, tmp_path / "federated.json")
+    assert report.main([str(tmp_path / "federated.json"), "--tables", str(tmp_path / "tables")]) == 0
+    names = ["federated-01.csv", "federated-01.tex", "federated-02.csv", "federated-02.tex"]
+    assert sorted(path.name for path in (tmp_path / "tables").iterdir()) == names
+    head, row = (tmp_path / "tables" / "federated-02.csv").read_text().splitlines()
+    assert head.startswith(',"seconds of a local step, FedAvg = 1",quartiles') and row.startswith("a | b,0.000,")
+    tex = (tmp_path / "tables" / "federated-02.tex").read_text()
+    assert tex.startswith("% 100 %\n\\begin{tabular}{lrlrl}\n") and r"a \textbar{} b & 0.000" in tex
+
+
+def test_the_published_tables_are_written_without_a_file(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    assert report.main(["--tables", str(tmp_path)]) == 0
+    assert capsys.readouterr().out == ""
+    for path in report.published():
+        number = len(report.tables_in(report.markdown(records.read(path))))
+        assert number and len(list(tmp_path.glob(f"{path.stem}-[0-9]*.csv"))) == number
+        assert len(list(tmp_path.glob(f"{path.stem}-[0-9]*.tex"))) == number
+
+
 def test_a_row_of_a_table_is_a_line_of_its_file(tmp_path: Path) -> None:
     rows = [{"name": "a", "times": [1.0, 2.5]}, {"name": "b", "grid": [{"rho": 0.1}]}]
     record = record_of("federated", case("gpu", *rows, rounds=3))

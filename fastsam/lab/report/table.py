@@ -130,7 +130,7 @@ _TEX = {
     "^": r"\textasciicircum{}", "|": r"\textbar{}",
     "<": r"\textless{}", ">": r"\textgreater{}", "–": "--", "†": r"\dag{}",
     "±": r"$\pm$", "×": r"$\times$", "−": "$-$", "ρ": r"$\rho$", "σ": r"$\sigma$", "δ": r"$\delta$",
-    "ε": r"$\varepsilon$", "φ": r"$\varphi$", "α": r"$\alpha$", "β": r"$\beta$",
+    "ε": r"$\varepsilon$", "φ": r"$\varphi$", "α": r"$\alpha$", "β": r"$\beta$", "µ": r"$\mu$",
 }  # fmt: skip
 
 
