@@ -22,7 +22,7 @@ from tests.helpers.places import ROOT
 from tests.helpers.sam_oracle import same_bits
 
 transformers = library("transformers")
-library("accelerate")
+accelerate = library("accelerate")
 SAMTrainer, SGD = integration.SAMTrainer, torch.optim.SGD
 
 COUNT, SIZE = 12, 2  # samples, of a micro-batch
@@ -67,8 +67,8 @@ class Trainer(InOrder, SAMTrainer):
     pass
 
 
-def train(folder: Path, model: nn.Module, sam: fastsam.SAM | None = None, **settings: Any) -> Any:
-    trainer = Trainer(model=model, args=arguments(folder, **settings), train_dataset=SAMPLES, variant=sam)
+def train(folder: Path, model: nn.Module, sam: fastsam.SAM | None = None, kind: type = Trainer, **settings: Any) -> Any:
+    trainer = kind(model=model, args=arguments(folder, **settings), train_dataset=SAMPLES, variant=sam)
     trainer.train()
     return trainer
 
@@ -286,26 +286,44 @@ import torch
 from tests.helpers.libraries import with_torchvision
 
 with_torchvision()
-from tests.integrations.test_transformers import fastsam, tiny_model, train
+from tests.integrations.test_transformers import Sharded, Trainer, fastsam, tiny_model, train
 
-folder = Path(sys.argv[1])
-trainer = train(folder, tiny_model(), fastsam.SAM(rho=0.3), max_steps=1, gradient_accumulation_steps=2)
-result = list(trainer.model.state_dict().values()), trainer.args.world_size
-torch.save(result, folder / f"{trainer.args.process_index}.pt")
+folder, kind = Path(sys.argv[1]), {"ddp": Trainer, "fsdp2": Sharded}[sys.argv[2]]
+trainer = train(folder, tiny_model(), fastsam.SAM(rho=0.3), kind, max_steps=1, gradient_accumulation_steps=2)
+weights = [getattr(w, "full_tensor", lambda w=w: w)() for w in trainer.model.state_dict().values()]
+sharded = any(hasattr(w, "full_tensor") for group in trainer.optimizer.param_groups for w in group["params"])
+torch.save((weights, trainer.args.world_size, sharded), folder / f"{trainer.args.process_index}.pt")
 """
 
 
-@pytest.mark.shows("transformers", "`SAMTrainer` in two processes (DistributedDataParallel)", "works")
-def test_two_processes_make_the_step_of_the_whole_batch(tmp_path: Path) -> None:
+class Sharded(Trainer):
+    """A trainer whose Accelerate shards with FSDP2 on the CPU, as it does on accelerators."""
+
+    def create_accelerator_and_postprocess(self) -> None:
+        super().create_accelerator_and_postprocess()
+        state = self.accelerator.state
+        state.distributed_type = accelerate.utils.DistributedType.FSDP
+        state.fsdp_plugin = accelerate.FullyShardedDataParallelPlugin(fsdp_version=2, auto_wrap_policy="no_wrap")
+        self.is_fsdp_enabled = True
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pytest.param(kind, marks=pytest.mark.shows("transformers", f"`SAMTrainer` in two processes ({name})", "works"))
+        for kind, name in (("ddp", "DistributedDataParallel"), ("fsdp2", "FSDP2"))
+    ],
+)
+def test_two_processes_make_the_step_of_the_whole_batch(kind: str, tmp_path: Path) -> None:
     """Micro-batches of two, two of them, in two processes are a batch of eight; both ranks have the same weights."""
     (tmp_path / "rank.py").write_text(RANK)
     launch = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone"]
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
     options: Any = {"cwd": ROOT, "env": env, "capture_output": True, "text": True, "timeout": 300}
-    process = subprocess.run([*launch, str(tmp_path / "rank.py"), str(tmp_path)], **options)
+    process = subprocess.run([*launch, str(tmp_path / "rank.py"), str(tmp_path), kind], **options)
     assert process.returncode == 0, process.stderr
-    (first, ranks), (second, _) = (torch.load(tmp_path / f"{rank}.pt") for rank in (0, 1))
-    assert ranks == 2 and same_bits(first, second)
+    (first, ranks, sharded), (second, _, _) = (torch.load(tmp_path / f"{rank}.pt") for rank in (0, 1))
+    assert ranks == 2 and same_bits(first, second) and sharded == (kind == "fsdp2")
     single_trainer = train(tmp_path, tiny_model(), fastsam.SAM(rho=0.3), max_steps=1, gradient_accumulation_steps=4)
     for weights, expected_weights in zip(first, single_trainer.model.state_dict().values()):
         torch.testing.assert_close(weights, expected_weights, rtol=1e-3, atol=1e-4)
