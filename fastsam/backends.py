@@ -99,6 +99,13 @@ def backend(device: torch.device | str | None = None) -> str:
     return _find("auto", torch.device(device), torch.float32)[0].name
 
 
+def libraries() -> tuple[str, str | None]:
+    """Return how the compiled libraries were built, or why there are none, and the CUDA version that the driver serves
+    (None without a driver)."""
+    build, loaded = (importlib.import_module(f"fastsam_kernels.{name}") for name in ("build", "libraries"))
+    return build.installed().message, loaded.driver_cuda()
+
+
 def select(name: str, device: torch.device, dtype: torch.dtype) -> Backend:
     """Return the backend `name` for tensors of `dtype` on `device`; "auto" is the first of the table that serves them.
 

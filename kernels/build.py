@@ -40,6 +40,8 @@ from .toolchain import (
     BuildError,
     BuildStep,
     Torch,
+    cuda_version,
+    driver_for,
     execute,
     find_cxx,
     find_nvcc,
@@ -84,10 +86,12 @@ class BuildResult:
     Attributes:
         paths: the libraries, by device type ("cpu", "cuda").
         message: a description of the result for the user.
+        cuda: CUDA version in the library for GPUs, such as "13.0". None without that library.
     """
 
     paths: dict[str, Path] = field(default_factory=dict)
     message: str = ""
+    cuda: str | None = None
 
 
 # --- the environment ---
@@ -244,17 +248,21 @@ def _compile_all(torch: Torch, work: Path, cuda: bool | None) -> tuple[BuildResu
     """Compile the libraries. Return the result, and the error of a requested CUDA library that could not be built."""
     execute(cpu_steps(torch), work)
     paths, notes, cuda_error = {"cpu": work / FILES["cpu"]}, list[str](), None
+    version = None
     try:
         if _wants_cuda(torch, cuda):
             (work / "cuda" / "stub").mkdir(parents=True, exist_ok=True)
             execute(cuda_steps(torch), work / "cuda")
             paths["cuda"] = work / "cuda" / FILES["cuda"]
+            version = cuda_version(str(find_nvcc()))
+            notes = [f"its CUDA {version} needs {driver_for(version)}"]
     except BuildError as error:
         notes = [f"the CUDA library could not be built: {error}"]
         if cuda or os.environ.get("FASTSAM_CUDA"):
             cuda_error = error
     names = " and ".join(path.name for path in paths.values())
-    return BuildResult(paths, "; ".join([f"built {names} with torch {torch.version}", *notes])), cuda_error
+    message = "; ".join([f"built {names} with torch {torch.version}", *notes])
+    return BuildResult(paths, message, version), cuda_error
 
 
 def _replace(content: bytes, path: Path) -> Path:
@@ -277,9 +285,9 @@ def publish(result: BuildResult, out_dir: Path) -> BuildResult:
     """
     paths = {kind: _replace(path.read_bytes(), out_dir / path.name) for kind, path in result.paths.items()}
     message, names = result.message.splitlines()[0], [path.name for path in paths.values()]
-    report = {"libraries": names, "message": message, "sources": source_digest()}
+    report = {"libraries": names, "message": message, "sources": source_digest(), "cuda": result.cuda}
     _replace(json.dumps(report, indent=1).encode() + b"\n", out_dir / REPORT)
-    return BuildResult(paths, result.message)
+    return BuildResult(paths, result.message, result.cuda)
 
 
 def installed(folder: str | Path = FOLDER) -> BuildResult:
@@ -293,7 +301,7 @@ def installed(folder: str | Path = FOLDER) -> BuildResult:
         return BuildResult({}, f"no compiled libraries in {folder}; `{COMMAND}` compiles them")
     try:
         report = json.loads((folder / REPORT).read_text())
-        names, message, sources = report["libraries"], report["message"], report["sources"]
+        names, message, sources, cuda = (report[key] for key in ("libraries", "message", "sources", "cuda"))
     except (ValueError, KeyError, TypeError) as error:
         return BuildResult({}, f"{folder / REPORT} cannot be read ({error!r}); `{COMMAND}` compiles the libraries anew")
     if not names:
@@ -305,7 +313,7 @@ def installed(folder: str | Path = FOLDER) -> BuildResult:
     paths = {kind: folder / name for kind, name in FILES.items() if name in names}
     if missing_files := [str(path) for path in paths.values() if not path.is_file()]:
         return BuildResult({}, f"{' and '.join(missing_files)} is gone; `{COMMAND}` rebuilds it")
-    return BuildResult(paths, message)
+    return BuildResult(paths, message, cuda)
 
 
 def cache_dir() -> Path:

@@ -5,6 +5,7 @@ They come from the installed package, or, with FASTSAM_JIT=1, from a cache where
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import os
 from typing import Any
@@ -45,10 +46,35 @@ def _load() -> dict[str, str | None]:
     for name in OPS:
         torch.library.register_fake(f"fastsam::{name}", functools.partial(_infer_nothing, name))
     if cuda_reason is None:
+        cuda_reason = driver_problem(result.cuda)
+    if cuda_reason is None:
         problem = f"no compiled CUDA library ({result.message}); `{build.COMMAND}` with nvcc compiles it"
         cuda_reason = _load_library(str(result.paths["cuda"])) if "cuda" in result.paths else problem
         _libraries["cuda"] = str(result.paths.get("cuda"))
     return {"cpu": None, "cuda": cuda_reason}
+
+
+def driver_cuda() -> str | None:
+    """Return the newest CUDA version that the installed NVIDIA driver serves, such as "12.4", or None without one."""
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return None
+    version = ctypes.c_int()  # 12040 is 12.4
+    if driver.cuDriverGetVersion(ctypes.byref(version)) != 0:
+        return None
+    return f"{version.value // 1000}.{version.value % 1000 // 10}"
+
+
+def driver_problem(cuda: str | None) -> str | None:
+    """Return why the driver cannot serve a library with this CUDA version, or None. Within a major version it can."""
+    served = driver_cuda()
+    if cuda is None or served is None or int(served.split(".")[0]) >= int(cuda.split(".")[0]):
+        return None
+    return (
+        f"the compiled CUDA library has CUDA {cuda}, which needs {build.driver_for(cuda)}, and the driver here serves "
+        f"CUDA {served}. Update the driver, or compile with nvcc {served.split('.')[0]}: `{build.COMMAND} --cuda`"
+    )
 
 
 def _infer_nothing(name: str, *operands: Any) -> None:

@@ -21,7 +21,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 MINIMUM_TORCH = (2, 10)
-CUDA_ARCHS = ("80", "90", "100")  # compute capabilities with compiled code; newer GPUs use the PTX of the last
+CUDA_ARCHS = ("75", "80", "90", "100")  # compute capabilities with compiled code; newer GPUs use the PTX of the last
+DRIVERS = {"12": "525", "13": "580"}  # oldest driver on Linux that serves a major version of CUDA
 
 
 class BuildError(RuntimeError):
@@ -116,6 +117,20 @@ def gencode(nvcc: str) -> list[str]:
     return [f"-gencode=arch=compute_{a},code=sm_{a}" for a in archs] + [
         f"-gencode=arch=compute_{archs[-1]},code=compute_{archs[-1]}"
     ]
+
+
+def cuda_version(nvcc: str) -> str:
+    """Return the CUDA version of nvcc and of the runtime that it links, such as "13.0"."""
+    output = output_of([nvcc, "--version"])
+    if match := re.search(r"release (\d+\.\d+)", output):
+        return match[1]
+    raise BuildError(f"`{nvcc} --version` must name its release, got {output.strip()!r}")
+
+
+def driver_for(cuda: str) -> str:
+    """Return which NVIDIA driver serves a library with this CUDA version, for messages."""
+    oldest = DRIVERS.get(cuda.split(".")[0])
+    return f"driver {oldest} or newer" if oldest else f"a driver for CUDA {cuda}"
 
 
 def _gencode_entry(entry: str) -> list[str]:

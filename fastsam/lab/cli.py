@@ -140,16 +140,19 @@ def info(arguments: argparse.Namespace, flags: Sequence[str]) -> int:
     from fastsam.lab import next_steps
 
     cuda = torch.cuda.get_device_name() if torch.cuda.is_available() else None
+    libraries, driver = backends.libraries()
     rows: list[dict[str, Any]] = [
         {"name": b.name, "device": b.device, "available": b.available, "reason": b.reason} for b in backends.table()
     ]
     reasons = {(row["name"], row["device"]): row["reason"] for row in rows if not row["available"]}
     steps = next_steps.steps(reasons, torch_cuda=torch.version.cuda, gpu=torch.cuda.is_available())
     if arguments.json:
-        facts = {"versions": versions, "cuda": cuda, "backends": rows, "auto": backends.backend(), "advice": steps}
-        print(json.dumps(facts, indent=1))
+        facts = {"versions": versions, "cuda": cuda, "driver": driver, "libraries": libraries, "backends": rows}
+        print(json.dumps(facts | {"auto": backends.backend(), "advice": steps}, indent=1))
         return 0
-    print(f"{'cuda':<13} {cuda or 'no device'}\n")
+    served = f", a driver for CUDA {driver} and older" if driver else ""
+    print(f"{'cuda':<13} {cuda or 'no device'}{served}")
+    print(_wrapped(f"{'libraries':<13} {libraries}", 14) + "\n")
     print(f"{'backend':<11}{'device':<8}{'available':<11}why not")
     for row in rows:
         answer = "yes" if row["available"] else "no"

@@ -3,11 +3,12 @@
 import re
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 from pytest import MonkeyPatch
 
-from fastsam_kernels import build, toolchain
+from fastsam_kernels import build, libraries, toolchain
 from tests.helpers.building import clean_linux, needs_compiler, script
 
 pytestmark = clean_linux
@@ -25,9 +26,9 @@ def test_cuda_code_for_each_architecture_this_nvcc_knows(tmp_path: Path) -> None
     def codes(nvcc: str) -> list[str]:
         return [flag.rsplit("=", 1)[1] for flag in toolchain.gencode(nvcc)]
 
-    assert codes(new_nvcc) == ["sm_80", "sm_90", "sm_100", "compute_100"]
+    assert codes(new_nvcc) == ["sm_75", "sm_80", "sm_90", "sm_100", "compute_100"]
     assert codes(old_nvcc) == ["sm_80", "sm_90", "compute_90"]
-    with pytest.raises(build.BuildError, match="any of sm_80, sm_90, sm_100"):
+    with pytest.raises(build.BuildError, match="any of sm_75, sm_80, sm_90, sm_100"):
         codes(ancient_nvcc)
 
 
@@ -138,3 +139,54 @@ def test_cuda_library_needs_torchs_cuda_and_keeps_its_run_time_private(sources: 
     assert not [line for line in symbols if re.search(r" (GLOBAL|WEAK) +DEFAULT +\d+ +cuda", line)]
     content = library.read_bytes()
     assert b"compute_100" in content or b"sm_100" in content or b"sm_90" in content
+
+
+def test_the_report_of_a_cuda_library_names_the_driver_that_it_needs(
+    sources: Path, tmp_path: Path, monkeypatch: MonkeyPatch
+) -> None:
+    release = "Cuda compilation tools, release {}, V1"
+    nvcc = {version: script(tmp_path / version, f"echo '{release.format(version)}'") for version in ("12.6", "13.0")}
+    assert [toolchain.cuda_version(path) for path in nvcc.values()] == ["12.6", "13.0"]
+    assert [toolchain.driver_for(version) for version in nvcc] == ["driver 525 or newer", "driver 580 or newer"]
+    with pytest.raises(build.BuildError, match="must name its release, got 'nonsense'"):
+        toolchain.cuda_version(script(tmp_path / "strange", "echo nonsense"))
+    monkeypatch.setenv("CUDACXX", nvcc["13.0"])
+    monkeypatch.setattr(build, "_wants_cuda", lambda torch, cuda: True)
+
+    def touch(steps: object, folder: Path) -> None:
+        for name in build.FILES.values():
+            (folder / name).touch()
+
+    monkeypatch.setattr(build, "execute", touch)
+    monkeypatch.setattr(build, "cuda_steps", lambda torch: [])
+    build.build(tmp_path / "out")
+    report = build.installed(tmp_path / "out")
+    assert report.cuda == "13.0" and "its CUDA 13.0 needs driver 580 or newer" in report.message
+
+
+@pytest.mark.parametrize(
+    ("library", "driver", "expected"),
+    [
+        ("13.0", "12.4", "driver 580 or newer, and the driver here serves CUDA 12.4.*nvcc 12"),
+        ("12.8", "12.4", None),
+        ("12.6", "13.0", None),
+        ("13.0", None, None),  # torch sees a GPU by other means
+        (None, "12.4", None),
+    ],
+)
+def test_a_driver_that_is_too_old_is_named(
+    library: str | None, driver: str | None, expected: str | None, monkeypatch: MonkeyPatch
+) -> None:
+    monkeypatch.setattr(libraries, "driver_cuda", lambda: driver)
+    reason = libraries.driver_problem(library)
+    assert reason is None if expected is None else re.search(expected, str(reason))
+
+
+def test_the_driver_tells_its_cuda_version(monkeypatch: MonkeyPatch) -> None:
+    class Driver:
+        def cuDriverGetVersion(self, version: Any) -> int:
+            version._obj.value = 12040
+            return 0
+
+    monkeypatch.setattr("ctypes.CDLL", lambda name: Driver())
+    assert libraries.driver_cuda() == "12.4"

@@ -36,10 +36,12 @@ BOUNDS["update_rmsprop"] = 80  # three fields
 # With g1, q and shift and several fields, two blocks keep enough of the six or more streams under way.
 WIDE, GENERAL = frozenset(f"update_{rule}" for rule in RULES if rule not in ("sgd", "lion")), 128
 # A register or two too many, in kernels that no default takes: SGD, Lion and RMSprop in double precision (sm_90), the
-# general form (sm_100) of RMSprop, and of bSAM, which has no use for it.
+# general form (sm_100) of RMSprop, and of bSAM, which has no use for it. Three rules spill one on sm_75.
 SPILLED = {(f"update_{rule}", "ddLb0E"): 8 for rule in ("sgd", "lion", "rmsprop")}
 SPILLED |= {("update_sgd", "ddLb1E"): 8}
 SPILLED |= {("update_rmsprop", "ffLb1E"): 8}
+UPDATES_ON_75 = 80  # registers: three blocks of four, enough for a memory of a tenth of the speed
+SPILLED_ON_75 = {f"update_{rule}": 8 for rule in ("sgd", "adagrad", "rmsprop")}
 BYTES = {
     "norm": (4, 0),
     "restore": (4, 4),
@@ -161,10 +163,13 @@ def test_no_local_memory_and_few_registers(kernels: list[Kernel]) -> None:
     """A spilled register or an indexed array would be traffic to memory in kernels whose time is that traffic."""
     for kernel in kernels:
         spill_bytes = SPILLED.get((kernel.op, kernel.types), 0)
+        if kernel.arch == "75":
+            spill_bytes = SPILLED_ON_75.get(kernel.op, 0)
         assert kernel.usage["STACK"] <= spill_bytes and kernel.usage["LOCAL"] == 0, kernel
         assert spill_bytes or kernel.count("LDL", "STL") == 0, kernel
         bound = GENERAL if "Lb1E" in kernel.types and kernel.op in WIDE else BOUNDS[kernel.op]
         bound += 24 if "d" in kernel.types else 0
+        bound = max(bound, UPDATES_ON_75) if kernel.arch == "75" and kernel.op[7:] in RULES else bound
         assert kernel.usage["REG"] <= bound, (kernel.op, kernel.types, kernel.arch, kernel.usage)
     plain = [k.usage["REG"] for k in select(kernels, "norm", "fLb0E")]
     assert max(plain) <= 40, "the norm of gradients alone fills a multiprocessor with threads"
@@ -205,9 +210,9 @@ def test_loads_come_before_the_barrier(kernels: list[Kernel]) -> None:
 # Instructions of the float kernels on each architecture, as nvcc 13.0 makes them: searching the table, making the rule,
 # wide and narrow accesses, tail.
 INSTRUCTIONS = {
-    ("norm", "fLb0E"): (584, 504, 464), ("perturb", "ffLb1E"): (608, 640, 608), ("restore", "ff"): (272, 272, 256),
-    ("accumulate", "f"): (1168, 1168, 1328), ("update_sgd", "ffLb0E"): (1008, 1040, 1008),
-    ("update_adam", "ffLb0E"): (1632, 1712, 1696),
+    ("norm", "fLb0E"): (568, 584, 504, 464), ("perturb", "ffLb1E"): (592, 608, 640, 608),
+    ("restore", "ff"): (264, 272, 272, 256), ("accumulate", "f"): (1176, 1168, 1168, 1328),
+    ("update_sgd", "ffLb0E"): (984, 1008, 1040, 1008), ("update_adam", "ffLb0E"): (1608, 1632, 1712, 1696),
 }  # fmt: skip
 
 

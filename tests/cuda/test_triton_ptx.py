@@ -20,13 +20,18 @@ STATE = {"fp32": 1, "fp64": 2, "fp16": 1, "bf16": 1}  # momentum, second moments
 WEIGHT = {"fp32": 1, "fp64": 2, "fp16": 0.5, "bf16": 0.5}
 # Instructions of float32 kernels on each architecture of `CUDA_ARCHS`, as Triton 3.7 makes them.
 INSTRUCTIONS = {
-    "norm_kernel fp32 scattered no-weights": (694, 737, 671), "perturb_kernel fp32 scattered no-seed": (741, 753, 748),
-    "restore_kernel fp32 scattered": (192, 198, 197), "accumulate_kernel fp32 flat": (314, 334, 334),
-    f"sgd_kernel fp32 scattered {PLAIN}": (919, 938, 934), f"adam_kernel fp32 scattered {PLAIN}": (3478, 3508, 3546),
+    "norm_kernel fp32 scattered no-weights": (691, 694, 737, 671),
+    "perturb_kernel fp32 scattered no-seed": (680, 741, 753, 748),
+    "restore_kernel fp32 scattered": (179, 192, 198, 197), "accumulate_kernel fp32 flat": (308, 314, 334, 334),
+    f"sgd_kernel fp32 scattered {PLAIN}": (921, 919, 938, 934),
+    f"adam_kernel fp32 scattered {PLAIN}": (3623, 3478, 3508, 3546),
 }  # fmt: skip
 # Most registers of a thread: 64 of them leave room for 1,024 threads per multiprocessor.
 REGISTERS = dict.fromkeys(("norm_kernel", "restore_kernel", "accumulate_kernel", "perturb_kernel"), 64)
 REGISTERS["rmsprop_kernel"] = 160  # five operands are in flight where other kernels have four
+REGISTERS_ON_75 = REGISTERS | {"perturb_kernel": 72}
+# Bytes that a thread stores and loads again: two registers, and six.
+SPILLED = {("lion_kernel", "100"): 8, ("adam_kernel", "75"): 24}
 
 
 @pytest.fixture(scope="module", params=toolchain.CUDA_ARCHS)
@@ -79,7 +84,7 @@ def test_every_access_of_the_limbs_has_128_bits(ptx_counts: dict) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "fp64", "fp16", "bf16"])
-def test_every_storage_type_has_128_bits(ptx_counts: dict, dtype: str) -> None:
+def test_every_storage_type_has_128_bits(ptx_counts: dict, arch: str, dtype: str) -> None:
     master = "" if dtype in ("fp32", "fp64") else " master"
     weight, state = WEIGHT[dtype] * ACCESS, STATE[dtype] * ACCESS
     perturb = ptx_counts[f"perturb_kernel {dtype} flat{master} no-seed"]
@@ -94,16 +99,16 @@ def test_every_storage_type_has_128_bits(ptx_counts: dict, dtype: str) -> None:
             perturb["wide_loads"],
             perturb["wide_stores"],
         )
-    if dtype == "bf16":
+    if dtype == "bf16" and arch != "75":
         assert perturb["bf16_by_hardware"] > 0
 
 
 def test_nothing_spilled_fused_or_approximated(ptx_counts: dict, arch: str) -> None:
     for kernel, counts in ptx_counts.items():
-        spill_bytes = 8 if (kernel.split()[0], arch) == ("lion_kernel", "100") else 0  # two registers too many
+        name = kernel.split()[0]
         assert counts["local"] == counts["LOCAL"] == 0, f"{kernel} spills registers: {counts}"
-        assert counts["STACK"] <= spill_bytes, f"{kernel} spills registers: {counts}"
-        limit = REGISTERS.get(kernel.split()[0], 128)
+        assert counts["STACK"] <= SPILLED.get((name, arch), 0), f"{kernel} spills registers: {counts}"
+        limit = (REGISTERS_ON_75 if arch == "75" else REGISTERS).get(name, 128)
         assert counts["REG"] <= limit, f"{kernel} needs {counts['REG']} registers: too few blocks fit a multiprocessor"
         assert counts["fused"] == 0, f"{kernel} fuses multiply and add, so its bits depend on what the compiler saw"
         assert counts["inexact"] == 0, f"{kernel} divides or takes roots approximately"

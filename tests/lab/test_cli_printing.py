@@ -31,6 +31,18 @@ def test_info_shows_versions_and_every_backend(capsys: CaptureFixture) -> None:
         assert (" yes" in line) == backend.available and (backend.available or backend.reason in line)
 
 
+def test_info_says_how_the_libraries_were_built_and_what_the_driver_serves(
+    capsys: CaptureFixture, monkeypatch: MonkeyPatch
+) -> None:
+    from fastsam import backends
+
+    monkeypatch.setattr(backends, "libraries", lambda: ("built a.so; its CUDA 13.0 needs driver 580 or newer", "12.4"))
+    assert cli.main(["info"]) == 0
+    out = capsys.readouterr().out
+    assert re.search(r"^cuda .*a driver for CUDA 12\.4 and older$", out, re.M)
+    assert re.search(r"^libraries +built a\.so; its CUDA 13\.0 needs driver 580 or newer$", out, re.M)
+
+
 def test_info_as_json_says_the_same(capsys: CaptureFixture) -> None:
     from fastsam import backends
 
