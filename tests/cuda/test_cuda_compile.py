@@ -171,8 +171,9 @@ def test_no_local_memory_and_few_registers(kernels: list[Kernel]) -> None:
         bound += 24 if "d" in kernel.types else 0
         bound = max(bound, UPDATES_ON_75) if kernel.arch == "75" and kernel.op[7:] in RULES else bound
         assert kernel.usage["REG"] <= bound, (kernel.op, kernel.types, kernel.arch, kernel.usage)
-    plain = [k.usage["REG"] for k in select(kernels, "norm", "fLb0E")]
-    assert max(plain) <= 40, "the norm of gradients alone fills a multiprocessor with threads"
+    for kernel in select(kernels, "norm", "fLb0E"):
+        bound = 64 if kernel.arch == "75" else 40  # sm_75 has 1,024 threads at most
+        assert kernel.usage["REG"] <= bound, "the norm of gradients alone fills a multiprocessor with threads"
 
 
 @needs_cuobjdump
