@@ -87,23 +87,6 @@ def with_cards(text: str) -> str:
     return _LIST.sub(grid, text)
 
 
-_TABS = re.compile(r"<!-- tabs -->\n(.*?)<!-- /tabs -->\n", re.S)
-
-
-def with_tabs(text: str) -> str:
-    """Return the text with tabs in the marked places, in which a bold line is the title of a tab."""
-
-    def tabs(found: re.Match[str]) -> str:
-        _, *parts = re.split(r"^\*\*(.+)\*\*$", found[1], flags=re.M)
-        items = [
-            f":::{{tab-item}} {title}\n\n{body.strip()}\n:::\n"
-            for title, body in zip(parts[::2], parts[1::2], strict=True)
-        ]
-        return "\n".join(["::::{tab-set}", "", *items, "::::", ""])
-
-    return _TABS.sub(tabs, text)
-
-
 ALGORITHMS = "<!-- algorithms: here the site shows every class -->"
 
 
@@ -187,8 +170,8 @@ def _escaped(text: str) -> str:
 def setup(app: Any) -> None:
     def source_read(_: Any, page: str, source: list[str]) -> None:
         text = with_toctrees(source[0]) if page == root_doc else with_algorithms(source[0])
-        if "sphinx_design" in extensions:
-            text = with_tabs(with_cards(text) if page == root_doc else text)
+        if "sphinx_design" in extensions and page == root_doc:
+            text = with_cards(text)
         source[0] = text
 
     def process_docstring(_: Any, what: str, name: str, it: object, options: Any, lines: list[str]) -> None:

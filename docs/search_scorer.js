@@ -3,7 +3,7 @@
 const INTERNAL = [
   "CHANGELOG",
   "CONTRIBUTING",
-  "docs/benchmarks_method",
+  "docs/benchmarks",
   "docs/design",
   "docs/kernels",
   "docs/row_programs",

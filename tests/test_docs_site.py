@@ -67,7 +67,7 @@ def test_the_files_of_a_run_have_these_names() -> None:
 
 def test_the_choices_of_a_variant_are_attributes_of_sam() -> None:
     """Otherwise an example that overrides one would do nothing, and say nothing."""
-    part = text_of("docs/variants_use.md").partition("## Write a variant")[2].partition("## Papers")[0]
+    part = text_of("docs/own_variant.md")
     choices = re.findall(r"^\| `(\w+)", part, re.M) + re.findall(r"^    def (\w+)\(self", part, re.M)
     assert len(choices) > 8 and not [name for name in choices if not hasattr(fastsam.SAM, name) and name != "rho_fn"]
 
@@ -252,7 +252,7 @@ def found(site: Path, query: str) -> list[str]:
         ("several GPUs", "docs/fused_sam"),
         ("per-client accuracy", "docs/data"),
         ("learning rate over rounds", "docs/federated"),
-        ("how fast on my GPU", "docs/benchmarks"),
+        ("how fast on my GPU", "docs/about_speed"),
         ("how to cite", "docs/index"),
     ],
 )
@@ -270,9 +270,7 @@ def test_a_search_shows_the_users_pages_first(site: Path, conf: ModuleType, quer
     )
 
 
-def test_lists_become_cards_and_marked_places_tabs(conf: ModuleType) -> None:
+def test_lists_become_cards(conf: ModuleType) -> None:
     cards = conf.with_cards("Before.\n\n- [A b](a.md): with `code`\n- [D](../D.md): d\n\nAfter.\n")
     assert re.findall(r"grid-item-card} (.+)\n:link: (.+)\n", cards) == [("A b", "a"), ("D", "../D")]
     assert cards.startswith("Before.\n\n::::{grid}") and cards.endswith("::::\n\nAfter.\n")
-    tabs = conf.with_tabs("<!-- tabs -->\n\n**One**\n\n1\n\n**Two**\n\n2\n\n<!-- /tabs -->\n")
-    assert re.findall(r"tab-item} (.+)\n\n(.+)\n:::", tabs) == [("One", "1"), ("Two", "2")]
