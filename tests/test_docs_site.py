@@ -98,9 +98,9 @@ def test_a_reader_who_skims_finds_the_example_first(conf: ModuleType) -> None:
 
 
 def test_the_pages_stay_short() -> None:
-    """README and all pages have 44,000 words at most, and a page 2,500."""
+    """README and all pages have 38,000 words at most, and a page 2,500."""
     words = {page: len(text_of(page).split()) for page in PAGES if page.startswith("docs/")}
-    assert sum(words.values()) + len(text_of("README.md").split()) <= 44_000, words
+    assert sum(words.values()) + len(text_of("README.md").split()) <= 38_000, words
     assert not {page: count for page, count in words.items() if count > 2_500}
 
 
