@@ -1,4 +1,4 @@
-"""The tables of docs/variants_measured.md from the record of `python -m bench evidence`: means, and differences of runs
+"""The tables of docs/about_accuracy.md from the record of `python -m bench evidence`: means, and differences of runs
 with the same seed. Nothing here trains."""
 
 import math

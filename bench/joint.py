@@ -62,7 +62,6 @@ FIGURES: dict[str, tuple[Figure, ...]] = {
 }
 FURTHER = {
     "variants": Figure("peer.to.ours", "Time of pytorch-optimizer's class of the same name; ours is 1", digits(1)),
-    "steps": Figure("replayed.fraction", "Speed of a replayed step; the floor, 40 bytes per parameter, is 1"),
 }
 SIZES = ("unequal clients", "digits, alpha 0.3", "equal clients")  # in titles of races; unequal clients come first
 LINES = ("ranks", "growth", "share")  # cases that have different contenders: a line each

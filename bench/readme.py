@@ -13,7 +13,7 @@ CLIENTS = 100
 TEXT = """
 A round of {clients} small clients on an {gpu} takes {mlp_loop:,.0f} ms in a plain PyTorch loop and {mlp:.1f} ms here if
 the model is an MLP, and {cnn_loop:,.0f} ms and {cnn:.1f} ms if it is a CNN. Loop and fastsam were measured in one call:
-[all GPU figures](docs/benchmarks_method.md#a-gpu-in-three-calls).
+[all GPU figures](docs/about_gpu.md).
 """
 
 

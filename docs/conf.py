@@ -7,6 +7,7 @@ on GitHub.
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import itertools
 import re
@@ -18,7 +19,7 @@ import fastsam
 
 project, author, release = "fastsam", "the fastsam authors", fastsam.__version__
 copyright = author
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.mathjax"]
+extensions = ["myst_parser", "sphinx.ext.autodoc"]
 OPTIONAL = ("sphinx_copybutton", "sphinx_design")  # the second needs Python 3.11
 extensions += [name for name in OPTIONAL if importlib.util.find_spec(name)]
 root_doc = "docs/index"
@@ -42,7 +43,8 @@ python_maximum_signature_line_length = 100
 html_theme = "furo"
 html_logo = "pictures/logo.svg"
 html_static_path = ["_static"]
-html_css_files = ["phone.css"]
+html_css_files = ["site.css"]
+html_math_renderer = "mathml"  # MathJax would be loaded from the network
 html_title = f"fastsam {release}"
 html_show_copyright = False
 html_search_scorer = str(Path(__file__).with_name("search_scorer.js"))
@@ -85,23 +87,6 @@ def with_cards(text: str) -> str:
         return "\n".join(["::::{grid} 1 2 2 3", ":gutter: 2", "", *cards, "::::", ""])
 
     return _LIST.sub(grid, text)
-
-
-_TABS = re.compile(r"<!-- tabs -->\n(.*?)<!-- /tabs -->\n", re.S)
-
-
-def with_tabs(text: str) -> str:
-    """Return the text with tabs in the marked places, in which a bold line is the title of a tab."""
-
-    def tabs(found: re.Match[str]) -> str:
-        _, *parts = re.split(r"^\*\*(.+)\*\*$", found[1], flags=re.M)
-        items = [
-            f":::{{tab-item}} {title}\n\n{body.strip()}\n:::\n"
-            for title, body in zip(parts[::2], parts[1::2], strict=True)
-        ]
-        return "\n".join(["::::{tab-set}", "", *items, "::::", ""])
-
-    return _TABS.sub(tabs, text)
 
 
 ALGORITHMS = "<!-- algorithms: here the site shows every class -->"
@@ -184,11 +169,28 @@ def _escaped(text: str) -> str:
     return "".join(text for pair in zip(prose, [*code, ""], strict=True) for text in pair)
 
 
+def mathml(text: str, block: bool) -> str:
+    """Return a formula of LaTeX as MathML, which browsers render by themselves."""
+    from docutils.utils.math.latex2mathml import tex2mathml
+
+    made = tex2mathml(text.strip())
+    return made.replace("<math ", '<math display="block" ', 1) if block else made
+
+
+def visit_math(translator: Any, node: Any, block: bool = False) -> None:
+    """Write a formula, and skip the rest of its node."""
+    from docutils.nodes import SkipNode
+
+    tag = "div" if block else "span"
+    translator.body += [translator.starttag(node, tag, "", CLASS="math"), mathml(node.astext(), block), f"</{tag}>"]
+    raise SkipNode
+
+
 def setup(app: Any) -> None:
     def source_read(_: Any, page: str, source: list[str]) -> None:
         text = with_toctrees(source[0]) if page == root_doc else with_algorithms(source[0])
-        if "sphinx_design" in extensions:
-            text = with_tabs(with_cards(text) if page == root_doc else text)
+        if "sphinx_design" in extensions and page == root_doc:
+            text = with_cards(text)
         source[0] = text
 
     def process_docstring(_: Any, what: str, name: str, it: object, options: Any, lines: list[str]) -> None:
@@ -206,6 +208,7 @@ def setup(app: Any) -> None:
             signature = stringify_signature(made, show_return_annotation=False, unqualified_typehints=True)
         return signature, result
 
+    app.add_html_math_renderer("mathml", (visit_math, None), (functools.partial(visit_math, block=True), None))
     app.connect("autodoc-process-signature", process_signature)
     app.connect("source-read", source_read)
     app.connect("autodoc-process-docstring", process_docstring)

@@ -1,9 +1,10 @@
-// Scores of search results: users' pages come before the changelog and the developers' pages.
+// Scores of search results: a heading with the words of the query comes first, and users' pages come before the
+// changelog and the developers' pages.
 
 const INTERNAL = [
   "CHANGELOG",
   "CONTRIBUTING",
-  "docs/benchmarks_method",
+  "docs/benchmarks",
   "docs/design",
   "docs/kernels",
   "docs/row_programs",
@@ -11,7 +12,7 @@ const INTERNAL = [
 ];
 
 var Scorer = {
-  score: ([page, , , , score]) => (INTERNAL.includes(page) ? score / 100 : score),
+  score: ([page, , , , score, , kind]) => (score * (kind === "title" ? 3 : 1)) / (INTERNAL.includes(page) ? 100 : 1),
   // Sphinx's own numbers
   objNameMatch: 11,
   objPartialMatch: 6,

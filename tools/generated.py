@@ -57,8 +57,9 @@ def quote_code(path: str, *names: str) -> str:
 
 
 def key_table() -> str:
-    """Return the table of all keys of a config."""
-    keys = KEYS | {f"{table}.{key}": row for table, rows in OPTION_TABLES.items() for key, row in rows.items()}
+    """Return the table of all keys of a config. docs/measures.md has the keys of the table `measures`."""
+    tables = {table: rows for table, rows in OPTION_TABLES.items() if table != "measures"}
+    keys = KEYS | {f"{table}.{key}": row for table, rows in tables.items() for key, row in rows.items()}
     rows = [f"| `{key}` | `{row.default_text}` | {row.meaning} |" for key, row in keys.items()]
     return "\n".join(["| key | default | meaning |", "|---|---|---|", *rows])
 

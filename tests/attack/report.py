@@ -1,6 +1,6 @@
 """Results of the attacks as text and as a page.
 
-`python -m tests.attack.report FILE.json` writes docs/reliability.md.
+`python -m tests.attack.report FILE.json` writes docs/about_reliability.md.
 """
 
 import sys
@@ -43,7 +43,7 @@ def table(record: dict[str, Any]) -> str:
     )
 
 
-PAGE = GeneratedPage("reliability", "attack", KIND, "`python -m tests.attack --out`", table)
+PAGE = GeneratedPage("about_reliability", "attack", KIND, "`python -m tests.attack --out`", table)
 
 if __name__ == "__main__":
     sys.exit(PAGE.main())

@@ -142,7 +142,7 @@ def test_the_adaptive_norm_is_that_of_the_master_copy(dtype: torch.dtype, name: 
 
 # --- memory ---
 
-# Bytes per parameter at the peak of a step, beyond weights and gradients; docs/fused_sam_memory.md has the same table.
+# Bytes per parameter at the peak of a step, beyond weights and gradients; docs/memory.md has the same table.
 MEMORY: list[tuple[str, torch.dtype, float, dict[str, Any]]] = [
     ("SGD", torch.float32, 4, {}), ("SGD", torch.float32, 8, {"momentum": 0.9}),
     ("SGD", torch.float32, 8, {"momentum": 0.9, "adaptive": True}),

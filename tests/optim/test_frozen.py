@@ -63,7 +63,7 @@ def tensor_bytes() -> int:
     ids=str,
 )
 def test_frozen_parameters_take_no_memory(base: str, dtype: torch.dtype, sam: SAM, case: int) -> None:
-    """`each`: bytes per parameter that is trained (docs/fused_sam_memory.md)."""
+    """`each`: bytes per parameter that is trained (docs/memory.md)."""
     model, (cls, options) = AdapterModel(dtype), BASES[base]
     old_bytes = tensor_bytes()
     opt = FusedSAM(model.parameters(), cls, variant=sam, **options)

@@ -1,4 +1,4 @@
-"""The memory of whole steps equals the tables in docs/fused_sam_memory.md, at a tenth of their size or less."""
+"""The memory of whole steps equals the tables in docs/memory.md, at a tenth of their size or less."""
 
 import sys
 

@@ -101,7 +101,7 @@ class Case:
         return fed.run(model, self.clients(dtype) if clients is None else clients, algorithm, **keywords)
 
 
-# --- layers: the table of docs/executors_promises.md ---
+# --- layers: the table of docs/about_federated.md ---
 
 
 def of_layer(

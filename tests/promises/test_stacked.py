@@ -70,7 +70,7 @@ def test_what_cannot_be_stacked_is_refused_with_the_reason_and_trains_in_another
 
 
 def test_the_page_says_what_every_layer_does() -> None:
-    page = (ROOT / "docs/executors_promises.md").read_text()
+    page = (ROOT / "docs/about_federated.md").read_text()
     table = re.findall(r"^\| (served|once per client|refused) \| (.+?) \|", page, re.M)
     named = {name: kind for kind, names in table for name in re.findall(r"`(\w+)`", names)}
     tree_names = ("dict", "list", "tuple", "collate")

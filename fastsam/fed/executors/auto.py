@@ -1,8 +1,9 @@
 """The choice of an executor: the named one, or one by a rule on model, shapes and device.
 
 The rule never measures anything at run time, because a timed choice would change the bits from run to run. Its numbers
-are in docs/executors_measured.md. `_not_stacked` asks if stacked clients are the fastest, and `stacked.why_not` if they
-are possible at all: with the run's options (`base.refusal`), with the model, and in a trial of two rows.
+are in docs/about_speed.md and docs/about_gpu.md. `_not_stacked` asks if stacked clients are the fastest, and
+`stacked.why_not` if they are possible at all: with the run's options (`base.refusal`), with the model, and in a trial
+of two rows.
 
 On a GPU the first row that fits decides. The times were measured on an H200.
 

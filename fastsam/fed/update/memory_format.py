@@ -116,7 +116,7 @@ def _overrun_risk(model: nn.Module) -> str:
 
 
 def rule(model: nn.Module, device: torch.device, stacked: bool) -> tuple[str, str]:
-    """Return the best format, and why. The rule never looks at a clock; docs/executors_measured.md has the times."""
+    """Return the best format, and why. The rule never looks at a clock; docs/about_speed.md has the times."""
     weights = [p for p in model.parameters() if p.dim() == 4]
     if device.type != "cpu":
         return PRESERVE, "measured on CPUs alone"

@@ -269,7 +269,7 @@ def names(text: str) -> set[str]:
 
 
 def test_the_page_names_what_torch_refuses() -> None:
-    page = (ROOT / "docs" / "executors_promises.md").read_text()
+    page = (ROOT / "docs" / "about_federated.md").read_text()
     table = page[page.index("## Operations without a deterministic form") :]
     refused_names = names(REFUSED) - set(NO_MODEL_TRAINS_WITH) - {"scatter_reduce"}
     families = {re.sub(r"[123]d$", "", name) for name in refused_names if name != "use_deterministic_algorithms"}
