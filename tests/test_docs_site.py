@@ -170,15 +170,15 @@ def test_the_reference_has_every_public_name(conf: ModuleType) -> None:
 @pytest.mark.parametrize("name", notebooks.PAGES)
 def test_the_notebooks_are_their_pages(name: str) -> None:
     """Their code is the page's, every cell that prints has its output, and the page has the same outputs."""
-    cells = json.loads((ROOT / "docs" / f"{name}.ipynb").read_text())["cells"]
-    code = [cell for cell in cells if cell["cell_type"] == "code"]
+    document = json.loads((ROOT / "docs" / f"{name}.ipynb").read_text())
+    cells, code = document["cells"], notebooks.page_code(document)
+    assert "".join(cells[0]["source"]) == notebooks.INSTALL, "a notebook installs fastsam first"
     expected = [block.code.strip() for block in blocks(f"docs/{name}.md") if block.language == "python"]
     repeat = "a notebook differs from its page: python tools/notebooks.py writes it again"
     assert ["".join(cell["source"]) for cell in code] == expected, repeat
     assert [cell["execution_count"] for cell in code] == [*range(1, len(code) + 1)], repeat
     for cell in code:
         assert bool(cell["outputs"]) == ("print(" in "".join(cell["source"])), repeat
-    document = {"cells": cells}
     assert notebooks.page(text_of(f"docs/{name}.md"), notebooks.outputs(document)) == text_of(f"docs/{name}.md"), repeat
     texts = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "markdown"]
     assert all(text in text_of(f"docs/{name}.md") for text in texts), repeat

@@ -1,7 +1,8 @@
 """Writes the tutorials' notebooks, and the outputs and figures of their pages: python tools/notebooks.py
 
-A notebook has the cells of its page: each fenced block of Python is a code cell, the text between is Markdown. The code
-runs in one namespace, in a temporary folder. Its printed lines become the outputs of the cell, and in the page a block
+A notebook has the cells of its page: each fenced block of Python is a code cell, the text between is Markdown. Before
+them a cell installs fastsam where it is missing, as on a fresh machine with a GPU. The code runs in one namespace, in a
+temporary folder. Its printed lines become the outputs of the cell, and in the page a block
 of text after the code. A file `curves.svg` that the code saves becomes the figure of the page.
 """
 
@@ -23,6 +24,22 @@ import matplotlib
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = ("tutorial_optimizer", "tutorial_federated")
 FIGURE = "curves.svg"
+INSTALL = """\
+# On a new machine: fastsam beside the torch that is there, compiled for this machine's processor and GPU
+try:
+    import fastsam
+except ImportError:
+    import os
+    import shutil
+    import subprocess
+
+    SOURCE = ".."  # the folder of the checkout: `!git clone` makes one where there is only this notebook
+    if shutil.which("nvidia-smi"):
+        query = ["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"]
+        os.environ["TORCH_CUDA_ARCH_LIST"] = subprocess.check_output(query, text=True).split()[0]
+    %pip install --quiet "setuptools>=77" ninja
+    %pip install --quiet --no-build-isolation "{SOURCE}[lab]"
+"""
 _PYTHON = re.compile(r"^```python\n(.*?)^```\n(?:\n```text\n.*?^```\n)?", re.M | re.S)  # code, and its output
 
 
@@ -60,13 +77,20 @@ def notebook(text: str, figure: Path | None = None) -> dict[str, Any]:
         run([cell for cell in blocks if cell["cell_type"] == "code"])
         if figure and Path(FIGURE).exists():
             shutil.copy(FIGURE, figure)
+    install = {"cell_type": "code", "id": "install", "metadata": {"tags": ["install"]}, "execution_count": None}
+    blocks.insert(0, {**install, "outputs": [], "source": INSTALL.splitlines(keepends=True)})
     kernel = {"kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"}}
     return {"cells": blocks, "metadata": kernel, "nbformat": 4, "nbformat_minor": 5}
 
 
+def page_code(document: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the code cells that are the page's."""
+    return [c for c in document["cells"] if c["cell_type"] == "code" and "install" not in c["metadata"].get("tags", ())]
+
+
 def outputs(document: dict[str, Any]) -> list[str]:
-    """Return the output of each code cell, "" for a cell that prints nothing."""
-    code = [cell for cell in document["cells"] if cell["cell_type"] == "code"]
+    """Return the output of each code cell of the page, "" for a cell that prints nothing."""
+    code = page_code(document)
     return ["".join(line for item in cell["outputs"] for line in item["text"]) for cell in code]
 
 
