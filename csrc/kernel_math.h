@@ -182,11 +182,21 @@ struct CombinedGradient {
 //   kState              largest number of fields of its state, up to kMostState
 //   kNeeded             a bit per field that every call has; the other fields of a call are in `state_mask`
 //   kCounts             true if it counts steps
-//   Rule(h, t, init_state)   from the columns; t: the number of this step, from 1 on; init_state: the fields are not
-//                       set yet
+//   kPowers             number of powers that it reads, up to kMostPowers
+//   Rule(h, powers, t, init_state)   from the columns; t: the number of this step, from 1 on; powers[k]: column
+//                       kFirstRuleHParam + k to the power of t; init_state: the fields are not set yet
 //   step(w, d, state, state_mask)   the new weight; `state` is an element of each field, and is written
-constexpr int kMostState = 3;
+constexpr int kMostState = 3, kMostPowers = 2;
 
 FASTSAM_HD constexpr bool has(unsigned state_mask, int field) { return (state_mask >> field & 1u) != 0; }
+
+FASTSAM_HD double power_of(const double* h, int k, double t) { return pow(h[kFirstRuleHParam + k], t); }
+
+template <class Rule>
+FASTSAM_HD Rule rule_of(const double* h, double t, bool init_state) {
+  double powers[kMostPowers] = {};
+  for (int k = 0; k < Rule::kPowers; ++k) powers[k] = power_of(h, k, t);
+  return Rule(h, powers, t, init_state);
+}
 
 }  // namespace fastsam

@@ -133,7 +133,7 @@ inline void update_range(const UpdateArgs& args, bool nontemporal, int64_t begin
       const double* h = scalars(problem, row, segment);
       const double t = args.steps == nullptr ? 0.0 : args.steps[row * args.slots + problem.table[segment].slot] + 1.0;
       const CombinedGradient<C> combined(h, inverse, args.sumsq != nullptr ? args.sumsq[row] : -1.0);
-      const Rule<C> rule(h, t, args.init_state);
+      const auto rule = rule_of<Rule<C>>(h, t, args.init_state);
       UpdateOperands<W> operands{at<const W>(args.grads, row, segment, range.begin),
                                  at<const W>(args.g1, row, segment, range.begin),
                                  at<const C>(args.q, problem, row, segment, range.begin),

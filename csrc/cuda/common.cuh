@@ -211,10 +211,20 @@ inline int64_t row_chunks(const Problem& problem, int64_t chunk) {
   return row_chunks(problem, chunk, problem.segments);
 }
 
-// Returns the chunk length of a row for Element: the row is cut into `enough` chunks before chunks get longer.
+// Number of powers that each block computes for Element before its first store.
+template <class Element>
+FASTSAM_HD constexpr int powers_of() {
+  if constexpr (requires { Element::kPowers; }) return Element::kPowers;
+  return 0;
+}
+
+// Returns the chunk length of a row for Element: the row is cut into `enough` chunks before chunks get longer. A power
+// in double takes a block as long as several sweeps. With powers half the chunks are enough, in all rows together.
 template <class Element>
 int64_t chunk_of(const Problem& problem, int64_t enough) {
-  return chunk_for(row_elements(problem), sweep_of<Element>(), enough);
+  const int64_t elements = row_elements(problem), sweep = sweep_of<Element>();
+  return powers_of<Element>() > 0 ? chunk_for(problem.rows * elements, sweep, enough / 2)
+                                  : chunk_for(elements, sweep, enough);
 }
 
 // A launch of a call. All launches have this chunk length. It has the number of the row's earlier chunks, and a flag

@@ -5,22 +5,30 @@
 
 namespace fastsam {
 
+// Lanes of the first warp that read a separate operand. Earlier lanes read the columns of `hparams`. Powers follow the
+// last lane.
+enum Lane : int { SUMSQ = kNumHParams, GRAD_SCALE, FOUND_INF, STEPS, POWERS = kWarp };
+
 // The scalars of a tile's rule, and the rule, in shared memory. One warp reads all scalars at once, so that a block
-// waits for memory once, not once per scalar. Then one thread computes the rule: a square root and divisions in double,
-// once per tile.
+// waits for memory once, not once per scalar. Powers of them are computed by a lane each, all at the same time. Then
+// one thread computes the rule: a square root and divisions in double, once per tile.
 template <class Rule>
 struct SmemFunctor {
-  double scalars[kWarp];
+  double scalars[kWarp + kMostPowers];
   alignas(Rule) unsigned char bytes[sizeof(Rule)];
 
   __device__ __forceinline__ const Rule& rule() const { return *reinterpret_cast<const Rule*>(bytes); }
 
   // Called by all threads of the block, each with the scalar of its lane. The rule may be used afterwards.
-  template <class MakeRule>
+  template <int Powers = 0, class MakeRule>
   __device__ __forceinline__ void make(const Tile& tile, double scalar, const MakeRule& make_rule) {
     if (tile.thread < kWarp) {
       scalars[tile.thread] = scalar;
       __syncwarp();
+      if constexpr (Powers > 0) {
+        if (tile.thread < Powers) scalars[POWERS + tile.thread] = power_of(scalars, tile.thread, scalars[STEPS] + 1.0);
+        __syncwarp();
+      }
       if (tile.thread == 0) *reinterpret_cast<Rule*>(bytes) = make_rule(static_cast<const double*>(scalars));
     }
     __syncthreads();
@@ -32,9 +40,6 @@ template <class Rule>
 __device__ __forceinline__ SmemFunctor<Rule>& functor_of(SmemFunctor<Rule> (&functors)[kWarps], const Tile& tile) {
   return functors[tile.warp];
 }
-
-// Lanes of the first warp that read a separate operand. Earlier lanes read the columns of `hparams`.
-enum Lane : int { SUMSQ = kNumHParams, GRAD_SCALE, FOUND_INF, STEPS };
 
 __device__ __forceinline__ double scalar_or(const float* p, double otherwise) { return p != nullptr ? *p : otherwise; }
 
@@ -56,7 +61,7 @@ __device__ __forceinline__ void elementwise(const Op& op, const Tile& tile, cons
       const int i = start + vector_of(u, tile.thread, kThreads, width);
       if (i < vectorized) op.load(x[u], i);
     }
-    if (start == 0) shared.make(tile, scalar, make_rule);
+    if (start == 0) shared.template make<powers_of<Op>()>(tile, scalar, make_rule);
 #pragma unroll
     for (int u = 0; u < unroll; ++u) {
       const int i = start + vector_of(u, tile.thread, kThreads, width);

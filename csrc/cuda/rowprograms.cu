@@ -237,7 +237,7 @@ __device__ __forceinline__ void update(const Row& r) {
   for (int s = threadIdx.x; s < p.segments; s += kThreads) {
     const double t = Rule::kCounts ? counts[p.segment[s].slot] + 1.0 : 0.0;
     rules[s].combined = CombinedGradient<float>(r.scalars(s), 1.0, sumsq);
-    rules[s].rule = Rule(r.scalars(s), t, false);
+    rules[s].rule = rule_of<Rule>(r.scalars(s), t, false);
   }
   __syncthreads();
   each_element(r, [&](int s, int i) {

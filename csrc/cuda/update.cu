@@ -12,7 +12,7 @@ template <template <class> class Rule_, class W, class O, bool General>
 struct Update {
   using C = compute_t<W>;
   static constexpr int kState = Rule_<C>::kState;
-  static constexpr int kVecSize = kVecBytes / sizeof(C);
+  static constexpr int kVecSize = kVecBytes / sizeof(C), kPowers = Rule_<C>::kPowers;
   // Two turns at a time if they fit the registers. They do not with several fields, nor in half precision with a rule
   // of roots and quotients (the rules that count steps).
   static constexpr int kUnroll = General || kState > 1 || (Rule_<C>::kCounts && sizeof(W) == 2) ? 1 : 2;
@@ -134,7 +134,7 @@ __device__ __forceinline__ void update_unit(const Params& p, const Tile& tile) {
       },
       [init_state = p.init_state](const double* x) {
         return typename Op::Rule{CombinedGradient<C>(x, 1.0 / x[GRAD_SCALE], x[SUMSQ]),
-                                 Rule<C>(x, x[STEPS] + 1.0, init_state), x[FOUND_INF] != 0.0};
+                                 Rule<C>(x, x + POWERS, x[STEPS] + 1.0, init_state), x[FOUND_INF] != 0.0};
       });
 }
 

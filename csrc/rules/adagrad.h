@@ -12,9 +12,10 @@ struct Rule {
   static constexpr int kState = 1;  // the sum of squares
   static constexpr unsigned kNeeded = 0b1;
   static constexpr bool kCounts = true;
+  static constexpr int kPowers = 0;
   C lr, eps;
 
-  FASTSAM_HD Rule(const double* h, double t, bool)
+  FASTSAM_HD Rule(const double* h, const double*, double t, bool)
       : lr(static_cast<C>(h[LR] / (1.0 + (t - 1.0) * h[LR_DECAY]))), eps(static_cast<C>(h[EPS])) {}
 
   FASTSAM_HD C step(C w, C g, C* state, unsigned) const {

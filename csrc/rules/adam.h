@@ -12,15 +12,16 @@ struct Rule {
   static constexpr int kState = 2;  // both moments
   static constexpr unsigned kNeeded = 0b11;
   static constexpr bool kCounts = true;
+  static constexpr int kPowers = 2;  // of both betas
   C b1, rest1, b2, rest2, step_size, root_correction2, eps;
 
-  FASTSAM_HD Rule(const double* h, double t, bool)
+  FASTSAM_HD Rule(const double* h, const double* powers, double, bool)
       : b1(static_cast<C>(h[BETA1])),
         rest1(static_cast<C>(1.0 - h[BETA1])),
         b2(static_cast<C>(h[BETA2])),
         rest2(static_cast<C>(1.0 - h[BETA2])),
-        step_size(static_cast<C>(h[LR] / (1.0 - pow(h[BETA1], t)))),
-        root_correction2(static_cast<C>(sqrt(1.0 - (1.0 - h[V_WEIGHT]) * pow(h[BETA2], t)))),
+        step_size(static_cast<C>(h[LR] / (1.0 - powers[0]))),
+        root_correction2(static_cast<C>(sqrt(1.0 - (1.0 - h[V_WEIGHT]) * powers[1]))),
         eps(static_cast<C>(h[EPS])) {}
 
   FASTSAM_HD C step(C w, C g, C* state, unsigned) const {

@@ -12,9 +12,10 @@ struct Rule {
   static constexpr int kState = 1;  // the momentum
   static constexpr unsigned kNeeded = 0b1;
   static constexpr bool kCounts = false;
+  static constexpr int kPowers = 0;
   C lr, b1, rest1, b2, rest2;
 
-  FASTSAM_HD Rule(const double* h, double, bool)
+  FASTSAM_HD Rule(const double* h, const double*, double, bool)
       : lr(static_cast<C>(h[LR])),
         b1(static_cast<C>(h[BETA1])),
         rest1(static_cast<C>(1.0 - h[BETA1])),

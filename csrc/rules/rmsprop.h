@@ -12,9 +12,10 @@ struct Rule {
   static constexpr int kState = 3;            // the mean of squares, the momentum, the mean;
   static constexpr unsigned kNeeded = 0b001;  // the last two may be missing
   static constexpr bool kCounts = true;
+  static constexpr int kPowers = 0;
   C lr, alpha, one_minus_alpha, eps, mu;
 
-  FASTSAM_HD Rule(const double* h, double, bool)
+  FASTSAM_HD Rule(const double* h, const double*, double, bool)
       : lr(static_cast<C>(h[LR])),
         alpha(static_cast<C>(h[ALPHA])),
         one_minus_alpha(static_cast<C>(1.0 - h[ALPHA])),

@@ -12,10 +12,11 @@ struct Rule {
   static constexpr int kState = 1;        // the momentum,
   static constexpr unsigned kNeeded = 0;  // which may be missing
   static constexpr bool kCounts = false;
+  static constexpr int kPowers = 0;
   C lr, mu, undamped;
   bool nesterov, init_state;
 
-  FASTSAM_HD Rule(const double* h, double, bool init)
+  FASTSAM_HD Rule(const double* h, const double*, double, bool init)
       : lr(static_cast<C>(h[LR])),
         mu(static_cast<C>(h[MOMENTUM])),
         undamped(static_cast<C>(1.0 - h[DAMPENING])),
