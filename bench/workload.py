@@ -18,7 +18,7 @@ from fastsam.fed.models import build
 
 RHO, NU = 0.05, 1e-12
 LR, MOMENTUM, WEIGHT_DECAY = 0.1, 0.9, 1e-4
-FLOOR_BYTES = 40  # per float32 parameter: norm 4, perturb with a backup 16, restore and step 20 (docs/design.md)
+FLOOR_BYTES = 40  # per float32 parameter: norm 4, perturb with a backup 16, restore and step 20 (docs/kernels.md)
 
 Shapes = tuple[tuple[int, ...], ...]
 

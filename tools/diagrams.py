@@ -17,10 +17,10 @@ LABEL_BOX = {"facecolor": "white", "edgecolor": "none", "pad": 1}
 Tree: TypeAlias = "str | tuple[str, dict[str, Tree]]"
 
 EXECUTORS: Tree = ("Is there a GPU?", {
-    "no": ("Dense model without dropout,\nup to 2^16 parameters\n(2^20 as row programs)?", {
+    "no": ("Dense model, samples in memory,\nup to 2^16 parameters\n(2^20 as row programs)?", {
         "yes": "vmap", "no": ("Several cores?", {"yes": "threads", "no": "sequential"}),
     }),
-    "yes": ("Dense model without dropout,\nup to 2^20 parameters?", {
+    "yes": ("Dense model, samples in memory,\nup to 2^20 parameters?", {
         "yes": "vmap",
         "no": ("Does a pass read values on the\nhost, or is there a client loop?", {"yes": "streams", "no": "graph"}),
     }),

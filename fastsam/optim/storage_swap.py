@@ -11,8 +11,8 @@ from torch import Tensor
 # the exchange (0.45 us of the interpreter per tensor). Measured on a CPU, docs/kernels.md: even at 16,384 with one
 # thread, at 40,000 with two, which share only the memory traffic.
 MIN_MEAN_NUMEL_CPU = 65_536
-# By arithmetic, on no GPU yet: 2.4 us of the host are 4 bytes of 2,600,000 elements where memory copies 4.3 TB/s
-# (docs/kernels.md), of 2,000,000 at 3.35.
+# By arithmetic, on no GPU yet: 2.4 us of the host are 4 bytes of 2,600,000 elements where memory copies 4.3 TB/s, of
+# 2,000,000 at 3.35.
 MIN_MEAN_NUMEL_CUDA = 2_097_152
 
 Place = tuple[int, torch.Size, tuple[int, ...]]  # address, shape, strides
