@@ -5,7 +5,7 @@ One step:  FusedSAM.step (fused_sam) -> Engine.collect_grads (param_tracking, te
 
 `step_phase` checks the order of calls, `param_groups` the groups, `parameters` the tensors. `state_dict` and
 `state_dict_format` save and load. `variants/` has a file for each variant of SAM, and `rho_scheduler` schedules of rho.
-`one_pass` is the engine of variants with one pass, `variant_step` has the parts of a variant's step, and `hparams` the
+`variant_step` has the parts of a variant's step, and `hparams` the
 hyperparameter tensor. A `bucket` has the parameters of one dtype, a `selection` the parameters of a call. A `backup`
 has the unperturbed weights, and `storage_swap` gives parameters other memory for perturbed weights. `amp` serves
 GradScalers, `sharded` parameters of several ranks, `running_stats` BatchNorm, and `in_backward` updates in the backward

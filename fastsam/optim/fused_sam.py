@@ -25,9 +25,9 @@ from torch.optim import Optimizer
 
 from fastsam.optim import amp, in_backward, parameters
 from fastsam.optim.base_optimizer import make_base, options_of_base
+from fastsam.optim.engine import Engine
 from fastsam.optim.grad_checks import EMPTY_CLOSURE, EMPTY_FIRST_STEP, AccumulationCheck, ClipCheck, PassCheck
 from fastsam.optim.hparams import LossScales, check_flag, check_group
-from fastsam.optim.one_pass import make_engine
 from fastsam.optim.param_tracking import WeightState
 from fastsam.optim.parameters import parameters_of
 from fastsam.optim.running_stats import Model, RunningStatsFreezer
@@ -141,7 +141,7 @@ class FusedSAM(StateDictMixin):
         for number, group in enumerate(self.param_groups):
             check_group(group, number)
         self.defaults.update(self.base_optimizer.defaults)
-        self._engine = make_engine(self.base_optimizer, backend, stochastic_rounding, assume_no_alias, variant)
+        self._engine = Engine(self.base_optimizer, backend, stochastic_rounding, assume_no_alias, variant)
         self.max_grad_norm = max_grad_norm
         if optimizer_in_backward:
             whole_gradient_options = {"skip_nonfinite=True": skip_nonfinite, "max_grad_norm": max_grad_norm is not None}

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from enum import Enum
-from typing import Any, ClassVar
+from typing import Any
 from weakref import ref
 
 import torch
@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from fastsam.ops import bind
 from fastsam.optim import parameters
-from fastsam.optim.bucket import VARIANT_STATE, Bucket, BucketGrads
+from fastsam.optim.bucket import Bucket, BucketGrads
 from fastsam.optim.hparams import HParamTensor
 from fastsam.optim.in_backward import InBackwardHooks
 from fastsam.optim.parameters import parameters_of
@@ -24,9 +24,8 @@ from fastsam.optim.sharded import ShardGroups, fsdp_modules_of, reshard, shard_g
 from fastsam.optim.state_dict_format import Weights, load_saved_weights, saved_weights
 from fastsam.optim.tensor_table import TensorTable, any_gradient
 from fastsam.optim.update import FusedUpdate, Group, UpdateRule, rule_of
-from fastsam.optim.variant_step import check_base
-from fastsam.optim.variants.sam import SAM, OnePassDirection, VariantState
-from fastsam.step import GradCoefficients
+from fastsam.optim.variant_step import VariantStep, check_base
+from fastsam.optim.variants.sam import SAM, OnePassDirection
 
 
 class WeightState(Enum):
@@ -47,22 +46,19 @@ _engines_in_step: set[ref[ParamTracker]] = set()
 
 
 class ParamTracker:
-    """Works on the parameter groups and the state of `base`, which the optimizer shares with it."""
+    """Works on the parameter groups and the state of `base`, which the optimizer shares with it.
 
-    one_pass: ClassVar[bool] = False  # weights are perturbed between steps, so that a step has one pass
+    Attributes:
+        variant_step: the parts of a step that the variant needs, and the combination of its gradients.
+        one_pass: the weights are perturbed between steps, so that a step has one pass.
+    """
 
-    def __init__(
-        self,
-        base: Optimizer,
-        backend: str,
-        exclusive: bool,
-        variant: SAM,
-        coefficients: GradCoefficients | None,
-    ) -> None:
-        """Begin without buffers. `coefficients` belong to both gradients, and are None if an update reads only the last
-        one."""
+    def __init__(self, base: Optimizer, backend: str, exclusive: bool, variant: SAM) -> None:
+        """Begin without buffers. Raises ValueError for a base optimizer that does not serve the variant."""
+        check_base(variant, base, base.param_groups)
         self.base, self.backend, self.exclusive, self.variant = base, backend, exclusive, variant
-        self._coefficients = coefficients
+        self.variant_step = VariantStep(variant)
+        self.one_pass = self.variant_step.one_pass
         # The number of perturbations, which is the seed of the next one's rounding.
         self.perturbations = torch.zeros(1, dtype=torch.int64, device="cpu")
         self.rule: UpdateRule | None = rule_of(base)
@@ -76,6 +72,9 @@ class ParamTracker:
         self._updates: list[FusedUpdate] = []
         self._table: TensorTable | None = None
         self._carried_weights: Weights = {}
+        # With one pass: vectors along which the weights between steps were perturbed, and versions of the weights since
+        # then; None if they are not known, because a state was loaded.
+        self._point: tuple[list[BucketGrads], list[int]] | None = None
         self._ref = ref(self)
 
     def begin_step(self) -> None:
@@ -83,6 +82,8 @@ class ParamTracker:
 
         Raises RuntimeError if another engine is, over some of the same parameters: one of them would lose its update.
         """
+        if torch.compiler.is_compiling():
+            return
         if _engines_in_step and (len(_engines_in_step) > 1 or self._ref not in _engines_in_step):
             param_ids = set(map(id, parameters_of(self.base.param_groups)))
             for reference in _engines_in_step - {self._ref}:
@@ -178,17 +179,16 @@ class ParamTracker:
         self._release(params)
         device = params[0].device if params else torch.device("cpu")
         rule = rule_of(self.base)
+        coefficients = self.variant_step.coefficients if self.variant_step.combines else None
         is_reversed = self.variant.one_pass_direction is OnePassDirection.MOMENTUM
         rho_fn = self.variant.rho_fn
-        scalars = HParamTensor(rule, groups, device, self._coefficients, self.max_grad_norm, is_reversed, rho_fn)
+        scalars = HParamTensor(rule, groups, device, coefficients, self.max_grad_norm, is_reversed, rho_fn)
         check_base(self.variant, self.base, groups)
         weights = {**self._carried_weights, **self.copy_weights()}
         uninitialized_params = self._without_buffers(params, weights)
         buckets = self._make_buckets(uninitialized_params, scalars)
         for bucket in buckets:
-            if self.variant.state is not VariantState.NONE:
-                dtype = bucket.compute if self.variant.state is VariantState.DIRECTION else bucket.dtype
-                bucket.arena.field(VARIANT_STATE, dtype)  # a part of the state from the first step on
+            self.variant_step.add_state(bucket)
             load_saved_weights(bucket, weights, self.weight_state is not WeightState.ORIGINAL)
         updates = [FusedUpdate(bucket, rule) for bucket in buckets] if rule else []
         for update in updates:
@@ -200,7 +200,7 @@ class ParamTracker:
         table = TensorTable(groups, buckets, uninitialized_params, self._table)
         # From here on nothing can fail.
         self.rule, self._hparams, self.buckets, self._updates = rule, scalars, buckets, updates
-        self._table, self._carried_weights = table, {}
+        self._table, self._carried_weights, self._point = table, {}, None
         self.has_sharded_params = any(bucket.shard_groups for bucket in buckets)
         members = [p for bucket in buckets for p in bucket.params] if any(b.has_dtensors for b in buckets) else []
         self._fsdp_modules = fsdp_modules_of(members)
@@ -267,7 +267,7 @@ class ParamTracker:
         self.weight_state = WeightState.PERTURBED if is_perturbed else WeightState.ORIGINAL
         if is_perturbed:
             _engines_in_step.add(self._ref)
-        self._carried_weights, self._table = weights, None
+        self._carried_weights, self._table, self._point = weights, None, None
         self.buckets, self._updates = [], []
         params = parameters_of(self.base.param_groups)
         self.uninitialized_params = (

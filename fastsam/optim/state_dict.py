@@ -14,8 +14,8 @@ from torch.optim import Optimizer
 
 from fastsam.optim.amp import GradScalerTracker
 from fastsam.optim.base_optimizer import unhooked_step
+from fastsam.optim.engine import Engine
 from fastsam.optim.grad_checks import AccumulationCheck, ClipCheck, PassCheck
-from fastsam.optim.one_pass import make_engine
 from fastsam.optim.param_groups import ParamGroupsMixin
 from fastsam.optim.param_tracking import WeightState
 from fastsam.optim.parameters import parameters_of
@@ -137,7 +137,7 @@ class StateDictMixin(StepPhaseMixin, ParamGroupsMixin):
         Optimizer.__setstate__(self, {name: state[name] for name in of_torch})
         self.skip_nonfinite = state["skip_nonfinite"]
         self._share_groups()
-        self._engine = make_engine(
+        self._engine = Engine(
             self.base_optimizer, state["backend"], state["stochastic_rounding"], state["exclusive"], state["variant"]
         )
         self._engine.unpickle(state)
