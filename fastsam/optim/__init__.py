@@ -3,8 +3,8 @@
 One step:  FusedSAM.step (fused_sam) -> Engine.collect_grads (param_tracking, tensor_table) -> Engine.perturb (engine)
            -> collect_grads -> Engine.update (engine) -> FusedUpdate.prepare (update)
 
-`step_phase` checks the order of calls, `param_groups` the groups, `parameters` the tensors. `state_dict` and
-`state_dict_format` save and load. `variants/` has a file for each variant of SAM, and `rho_scheduler` schedules of rho.
+`step_phase` checks the order of calls, `param_groups` the groups, `parameters` the tensors. `state_dict` saves
+and loads. `variants/` has a file for each variant of SAM, and `rho_scheduler` schedules of rho.
 `variant_step` has the parts of a variant's step, and `hparams` the
 hyperparameter tensor. A `bucket` has the parameters of one dtype, a `selection` the parameters of a call. A `backup`
 has the unperturbed weights, and `storage_swap` gives parameters other memory for perturbed weights. `amp` serves

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -10,14 +10,13 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from fastsam.optim.backup import Target
+from fastsam.optim.backup import Target, WeightState
 from fastsam.optim.base_optimizer import unhooked_step, unscale_
-from fastsam.optim.bucket import Bucket, BucketGrads
-from fastsam.optim.hparams import LossScales
-from fastsam.optim.param_tracking import ParamTracker, WeightState
+from fastsam.optim.bucket import Bucket, BucketGrads, Weights
+from fastsam.optim.hparams import STEPS, LossScales
+from fastsam.optim.param_tracking import ParamTracker
 from fastsam.optim.selection import Selection
 from fastsam.optim.sharded import all_reduced
-from fastsam.optim.state_dict_format import STEPS, CheckedState
 from fastsam.optim.update import UpdateInputs, rule_of
 from fastsam.optim.variant_step import c_call, clip_in_memory, largest, or_nonfinite, update_norm, with_norm
 from fastsam.optim.variants.sam import SAM
@@ -50,9 +49,17 @@ class Engine(ParamTracker):
     weights. With a variant of one pass the weights are PERTURBED between steps, and ORIGINAL in evaluation.
     """
 
-    def __init__(self, base: Optimizer, backend: str, stochastic_rounding: bool, exclusive: bool, variant: SAM) -> None:
+    def __init__(
+        self,
+        base: Optimizer,
+        variant: SAM,
+        backend: str,
+        stochastic_rounding: bool = False,
+        exclusive: bool = False,
+        in_backward: bool = False,
+    ) -> None:
         """Begin without buffers. Raises ValueError for a base or options that do not serve."""
-        super().__init__(base, backend, exclusive, variant)
+        super().__init__(base, variant, backend, exclusive, in_backward)
         if exclusive and self.one_pass:
             raise ValueError(
                 f"assume_no_alias=True with {type(variant).__name__}, whose weights are perturbed between steps too: "
@@ -470,29 +477,27 @@ class Engine(ParamTracker):
 
     # --- states ---
 
+    @property
+    def options(self) -> dict[str, Any]:
+        """The arguments from which an engine like this one is made, besides the base optimizer."""
+        names = ("variant", "backend", "stochastic_rounding", "exclusive")
+        return {"in_backward": self.in_backward is not None, **{name: getattr(self, name) for name in names}}
+
     def facts(self) -> dict[str, Any]:
         """Return the entry "fastsam" of a state dict, without the scale of a GradScaler."""
         facts: dict[str, Any] = {"perturbed": self.weight_state is not WeightState.ORIGINAL}
         facts |= {"variant": type(self.variant).__name__, **self.numbers()}
-        if self.one_pass:
-            facts["training"] = self.training
         if (numbers := self.uninitialized_numbers()) is not None:
             facts["left_out"] = numbers
+        if self.one_pass:
+            facts["training"] = self.training
         return facts
 
-    def load_checked(self, state: CheckedState) -> None:
-        """Take over a state dict, after the base optimizer has its state and its groups."""
-        self.load(state.weights, state.is_perturbed, state.uninitialized_numbers)
-        self.perturbations.fill_(state.perturbations)
-        self.steps, self.variant_step.unit, self.training = state.steps, state.unit, state.training
-
-    def pickle(self) -> dict[str, Any]:
-        more = {"stochastic_rounding": self.stochastic_rounding, "steps": self.steps, "unit": self.variant_step.unit}
-        return {**super().pickle(), **more, "training": self.training}
-
-    def unpickle(self, state: dict[str, Any]) -> None:
-        super().unpickle(state)
-        self.steps, self.variant_step.unit, self.training = state["steps"], state["unit"], state["training"]
+    def load(self, weights: Weights, facts: Mapping[str, Any]) -> None:
+        super().load(weights, facts)
+        unit = facts.get("unit")
+        self.variant_step.unit = None if unit is None else torch.tensor(unit, device="cpu")
+        self.steps, self.training = facts.get("steps", 0), facts.get("training", True)
 
 
 def _perturbed_subset(moves: Sequence[bool], bucket: Bucket, part: Selection, grads: list[Tensor]) -> BucketGrads:

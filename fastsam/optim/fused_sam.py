@@ -23,12 +23,13 @@ from torch import Tensor
 from torch.autograd import profiler
 from torch.optim import Optimizer
 
+from fastsam.batchnorm import FrozenLayer
 from fastsam.optim import amp, in_backward, parameters
+from fastsam.optim.backup import WeightState
 from fastsam.optim.base_optimizer import make_base, options_of_base
 from fastsam.optim.engine import Engine
 from fastsam.optim.grad_checks import EMPTY_CLOSURE, EMPTY_FIRST_STEP, AccumulationCheck, ClipCheck, PassCheck
 from fastsam.optim.hparams import LossScales, check_flag, check_group
-from fastsam.optim.param_tracking import WeightState
 from fastsam.optim.parameters import parameters_of
 from fastsam.optim.running_stats import Model, RunningStatsFreezer
 from fastsam.optim.state_dict import StateDictMixin, called_by_checkpoint
@@ -141,19 +142,32 @@ class FusedSAM(StateDictMixin):
         for number, group in enumerate(self.param_groups):
             check_group(group, number)
         self.defaults.update(self.base_optimizer.defaults)
-        self._engine = Engine(self.base_optimizer, backend, stochastic_rounding, assume_no_alias, variant)
+        options = {"variant": variant, "backend": backend, "stochastic_rounding": stochastic_rounding}
+        options |= {"exclusive": assume_no_alias, "in_backward": optimizer_in_backward}
+        self._set_up(options, model)
         self.max_grad_norm = max_grad_norm
         if optimizer_in_backward:
             whole_gradient_options = {"skip_nonfinite=True": skip_nonfinite, "max_grad_norm": max_grad_norm is not None}
             in_backward.check(self.base_optimizer, variant, assume_no_alias, whole_gradient_options)
-            self._engine.in_backward = in_backward.InBackwardHooks()
-        self._scaler_tracker = amp.GradScalerTracker()
-        self._accumulation_check, self._clip_check = AccumulationCheck(), ClipCheck()
-        self._pass_check = PassCheck()
-        self._running_stats = RunningStatsFreezer(model)
-        self._share_groups()
         self._check_parameters()
         self._follow_modules()
+
+    def _set_up(
+        self,
+        options: dict[str, Any],
+        model: Model | None,
+        frozen: Sequence[FrozenLayer] = (),
+        scale: Tensor | None = None,
+    ) -> None:
+        """Make the engine with these options and the trackers of the steps, of a new optimizer or a copy.
+
+        `frozen` and `scale` are the state of `RunningStatsFreezer` and `GradScalerTracker`.
+        """
+        self._engine = Engine(self.base_optimizer, **options)
+        self._scaler_tracker = amp.GradScalerTracker(scale)
+        self._accumulation_check, self._clip_check, self._pass_check = AccumulationCheck(), ClipCheck(), PassCheck()
+        self._running_stats = RunningStatsFreezer(model, frozen)
+        self._share_groups()
 
     # --- a step ---
 

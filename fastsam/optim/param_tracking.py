@@ -5,8 +5,7 @@ A parameter without gradients has no buffers until its first gradient. Then it k
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from enum import Enum
+from collections.abc import Mapping, Sequence
 from typing import Any
 from weakref import ref
 
@@ -16,25 +15,16 @@ from torch.optim import Optimizer
 
 from fastsam.ops import bind
 from fastsam.optim import parameters
-from fastsam.optim.bucket import Bucket, BucketGrads
+from fastsam.optim.backup import WeightState
+from fastsam.optim.bucket import Bucket, BucketGrads, Weights
 from fastsam.optim.hparams import HParamTensor
 from fastsam.optim.in_backward import InBackwardHooks
 from fastsam.optim.parameters import parameters_of
 from fastsam.optim.sharded import ShardGroups, fsdp_modules_of, reshard, shard_groups_of, to_local
-from fastsam.optim.state_dict_format import Weights, load_saved_weights, saved_weights
 from fastsam.optim.tensor_table import TensorTable, any_gradient
 from fastsam.optim.update import FusedUpdate, Group, UpdateRule, rule_of
 from fastsam.optim.variant_step import VariantStep, check_base
 from fastsam.optim.variants.sam import SAM, OnePassDirection
-
-
-class WeightState(Enum):
-    """The state of the weights. A step that does not perturb has the same states, and its weights never move."""
-
-    ORIGINAL = "the user's own"
-    PERTURBING = "on their way to the perturbed point; each parameter may or may not be there"
-    PERTURBED = "at the perturbed point; the originals are saved"
-
 
 ABANDONED = (
     "only this optimizer still refers to its parameters {}. The model has got other ones, as "
@@ -53,7 +43,7 @@ class ParamTracker:
         one_pass: the weights are perturbed between steps, so that a step has one pass.
     """
 
-    def __init__(self, base: Optimizer, backend: str, exclusive: bool, variant: SAM) -> None:
+    def __init__(self, base: Optimizer, variant: SAM, backend: str, exclusive: bool, in_backward: bool) -> None:
         """Begin without buffers. Raises ValueError for a base optimizer that does not serve the variant."""
         check_base(variant, base, base.param_groups)
         self.base, self.backend, self.exclusive, self.variant = base, backend, exclusive, variant
@@ -63,7 +53,7 @@ class ParamTracker:
         self.perturbations = torch.zeros(1, dtype=torch.int64, device="cpu")
         self.rule: UpdateRule | None = rule_of(base)
         self.max_grad_norm: float | None = None  # largest norm of the combined gradient
-        self.in_backward: InBackwardHooks | None = None  # updates in the second backward pass, if requested
+        self.in_backward = InBackwardHooks() if in_backward else None  # updates in the second backward pass
         self.weight_state = WeightState.ORIGINAL
         self.buckets: list[Bucket] = []
         self.has_sharded_params = False  # some parameters are split among ranks
@@ -189,7 +179,7 @@ class ParamTracker:
         buckets = self._make_buckets(uninitialized_params, scalars)
         for bucket in buckets:
             self.variant_step.add_state(bucket)
-            load_saved_weights(bucket, weights, self.weight_state is not WeightState.ORIGINAL)
+            bucket.load_weights(weights, self.weight_state is not WeightState.ORIGINAL)
         updates = [FusedUpdate(bucket, rule) for bucket in buckets] if rule else []
         for update in updates:
             update.adopt(scalars.specs, self.base.state)
@@ -256,47 +246,20 @@ class ParamTracker:
         """Return copies of master weights and, while perturbed, of the unperturbed weights."""
         if self._table is None:
             return self._carried_weights
-        return saved_weights(self.buckets, self.weight_state is not WeightState.ORIGINAL)
+        is_perturbed = self.weight_state is not WeightState.ORIGINAL
+        return {p: copies for bucket in self.buckets for p, copies in bucket.copy_weights(is_perturbed).items()}
 
-    def load(self, weights: Weights, is_perturbed: bool, uninitialized_numbers: Sequence[int] | None) -> None:
-        """Take over saved weights, with the state and the groups of `base`. Buffers are made at the next step.
-
-        `is_perturbed` is True if they were saved between the passes. `uninitialized_numbers` are the numbers of the
-        parameters that had no buffers, or None if unknown.
-        """
-        self.weight_state = WeightState.PERTURBED if is_perturbed else WeightState.ORIGINAL
-        if is_perturbed:
+    def load(self, weights: Weights, facts: Mapping[str, Any]) -> None:
+        """Take over saved weights and the entry "fastsam" of a state, after `base` has its state and groups. Buffers
+        are made at the next step."""
+        self.weight_state = WeightState.PERTURBED if facts["perturbed"] else WeightState.ORIGINAL
+        if facts["perturbed"]:
             _engines_in_step.add(self._ref)
         self._carried_weights, self._table, self._point = weights, None, None
         self.buckets, self._updates = [], []
-        params = parameters_of(self.base.param_groups)
-        self.uninitialized_params = (
-            None if uninitialized_numbers is None else [params[i] for i in uninitialized_numbers]
-        )
-
-    def pickle(self) -> dict[str, Any]:
-        """Return what a copy or a pickle has of this engine, in addition to the base optimizer."""
-        weights = self.copy_weights()
-        return {
-            "max_grad_norm": self.max_grad_norm,
-            "backend": self.backend,
-            "exclusive": self.exclusive,
-            "in_backward": self.in_backward is not None,
-            "variant": self.variant,
-            "perturbations": self.perturbations.clone(),
-            "perturbed": self.weight_state is not WeightState.ORIGINAL,
-            "saved": [weights.get(p) for p in parameters_of(self.base.param_groups)],
-            "left_out": self.uninitialized_numbers(),
-        }
-
-    def unpickle(self, state: dict[str, Any]) -> None:
-        """Take over the result of `pickle`."""
-        self.in_backward = InBackwardHooks() if state["in_backward"] else None
-        self.set_max_grad_norm(state["max_grad_norm"])
-        self.perturbations = state["perturbations"]
-        params = parameters_of(self.base.param_groups)
-        weights = {p: tensors for p, tensors in zip(params, state["saved"], strict=True) if tensors}
-        self.load(weights, state["perturbed"], state["left_out"])
+        self.perturbations.fill_(facts.get("perturbations", 0))
+        params, numbers = parameters_of(self.base.param_groups), facts.get("left_out")
+        self.uninitialized_params = None if numbers is None else [params[i] for i in numbers]
 
     @torch._disable_dynamo
     def make_state(self) -> None:

@@ -17,9 +17,9 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from fastsam.optim import amp
+from fastsam.optim.backup import WeightState
 from fastsam.optim.engine import Engine
 from fastsam.optim.grad_checks import AccumulationCheck
-from fastsam.optim.param_tracking import WeightState
 from fastsam.optim.running_stats import RunningStatsFreezer
 from fastsam.optim.variants.sam import SAM
 
