@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from functools import partial
+from types import FrameType
 from typing import Any
 
 import torch
@@ -104,7 +106,6 @@ class Engine(ParamTracker):
         gradients next, so that their memory may be used. Raises RuntimeError for unusable gradients, and then writes
         nothing.
         """
-        self._calls = calls
         if self.has_sharded_params and not any(grads for _, _, grads in calls):
             raise RuntimeError(UNREDUCED)
         self.begin_step()
@@ -115,16 +116,16 @@ class Engine(ParamTracker):
             if not self.perturbs:  # the weights are not saved, because nothing moves them
                 for bucket in self.buckets:
                     bucket.backup_selection = bucket.select(())
-                self.weight_state, self._calls = WeightState.PERTURBED, []
+                self.weight_state = WeightState.PERTURBED
                 return
-            calls = self._calls = self._with_directions(calls, scale)
+            calls = self._with_directions(calls, scale)
         if self.stochastic_rounding:
             self.perturbations.add_(1)
         self._move(calls, scale, donate)
 
     def _move(self, calls: list[BucketGrads], scale: Tensor | None, donate: bool = False) -> None:
         """Perturb along the vectors of `calls`. In the state PERTURBED the weights are saved already."""
-        direct, old_state = self._direct_calls(calls, donate), self.weight_state
+        direct, old_state, self._calls = self._direct_calls(calls, donate), self.weight_state, calls
         if direct is None:
             _check_not_freed(calls)
             self._norm(calls)
@@ -139,8 +140,7 @@ class Engine(ParamTracker):
         except FreedError:
             self.weight_state = old_state  # to take back a perturbation, `restore_weights` would read the gradients
             raise
-        self.weight_state = WeightState.PERTURBED
-        self._calls = []
+        self.weight_state, self._calls = WeightState.PERTURBED, []
         self._invalidate_unsharded()
         if self.in_backward is not None:
             self._sync_state()
@@ -350,9 +350,48 @@ class Engine(ParamTracker):
         if self.one_pass and self.training:
             self.perturb_clean()
 
+    # --- the order of calls ---
+
+    @property
+    def finishes(self) -> bool:
+        """True while `second_step` is running, so that a closure of `step` belongs to a trainer."""
+        return self.is_finishing and (self.weight_state is not WeightState.ORIGINAL or not self.perturbs)
+
+    def require(self, state: WeightState, problem: str, remedy: str) -> None:
+        """Raise RuntimeError if the weights are in another state."""
+        if self.weight_state is not state:
+            raise RuntimeError(f"{problem}; {remedy}{_trainer_hint()}")
+
+    def require_second(self, problem: str, remedy: str) -> None:
+        """Raise RuntimeError if the step perturbs and its first half was not made."""
+        if self.weight_state is not WeightState.ORIGINAL or self.perturbs:
+            self.require(WeightState.PERTURBED, problem, remedy)
+
+    def require_halves(self, call: str) -> None:
+        """Raise RuntimeError if a step has no halves."""
+        if self.one_pass:
+            raise RuntimeError(
+                f"{call} with {type(self.variant).__name__}, which takes one pass: its weights stay at the perturbed "
+                "point. Call step() after one backward pass, or step(closure); eval() and train() move to the clean "
+                "weights and back"
+            )
+
+    def require_turn(self, is_whole: bool) -> None:
+        """Raise RuntimeError if `step` cannot be called now. `is_whole` is True if a closure makes the gradients."""
+        if self.one_pass:
+            self._require_point()
+        elif is_whole:
+            problem = "step(closure) between first_step() and second_step()"
+            self.require(WeightState.ORIGINAL, problem, "call second_step(), or restore() first")
+        else:
+            self.require_second(
+                "step() has nothing to do: no closure, and the weights are not perturbed",
+                "call step(closure), or first_step() after the first and step() after the second backward pass",
+            )
+
     # --- the perturbed point between the steps of a variant of one pass ---
 
-    def require_ready(self) -> None:
+    def _require_point(self) -> None:
         """Raise RuntimeError in evaluation, and if the weights are not at the point to which the optimizer moved
         them."""
         if not self.training:
@@ -397,7 +436,6 @@ class Engine(ParamTracker):
             moves, is_perturbed = self._next_directions(has_all_grads), False
         for bucket in self.buckets:
             bucket.backup.begin_step(has_weights=is_perturbed)
-        self._calls = moves
         self._move(moves, None)
         self._point = moves, self._versions()
 
@@ -415,20 +453,23 @@ class Engine(ParamTracker):
 
         Raises RuntimeError inside a closure.
         """
-        if not self.one_pass or not self.training:
-            return
-        if self.in_closure:
-            raise RuntimeError("eval() inside a closure of step(): leave it to before or after the step")
-        try:
-            self.restore_weights()
-        except BaseException:
-            self.abort_step()
-            raise
-        self.training = False
+        if self.one_pass and self.training:
+            if self.in_closure:
+                raise RuntimeError("eval() inside a closure of step(): leave it to before or after the step")
+            try:
+                self.restore_weights()
+            except BaseException:
+                self.abort_step()
+                raise
+            self.training = False
+        self._call_base("eval")
 
     def train(self) -> None:
         """Move to the weights of training: with one pass to the perturbed point. Weights with a loaded state are
         perturbed from the clean ones, in either state."""
+        if self.in_closure:
+            return
+        self._call_base("train")
         is_there = self.training and self.weight_state is WeightState.PERTURBED and self._point is not None
         if is_there or not self.one_pass:
             return
@@ -439,6 +480,19 @@ class Engine(ParamTracker):
         except BaseException:
             self.restore_weights()
             raise
+
+    def _call_base(self, mode: str) -> None:
+        """Call the `train()` or `eval()` of a base optimizer that has them. These methods write the weights."""
+        function = getattr(self.base, mode, None)
+        if function is None:
+            return
+        if self.in_closure or (self.weight_state is not WeightState.ORIGINAL and not self.one_pass):
+            raise RuntimeError(
+                f"{mode}() during a step: {type(self.base).__name__} would change the perturbed weights. Call it "
+                "before or after the step"
+            )
+        function()
+        self._invalidate_unsharded()
 
     @property
     def _seed(self) -> Tensor | None:
@@ -497,7 +551,7 @@ class Engine(ParamTracker):
         super().load(weights, facts)
         unit = facts.get("unit")
         self.variant_step.unit = None if unit is None else torch.tensor(unit, device="cpu")
-        self.steps, self.training = facts.get("steps", 0), facts.get("training", True)
+        self.steps, self.training = facts.get("steps", 0), facts.get("training", True) or not self.one_pass
 
 
 def _perturbed_subset(moves: Sequence[bool], bucket: Bucket, part: Selection, grads: list[Tensor]) -> BucketGrads:
@@ -510,3 +564,14 @@ def _check_not_freed(calls: Sequence[BucketGrads]) -> None:
     if not torch.compiler.is_compiling():
         for _, _, grads in calls:
             check_not_freed(grads)
+
+
+def _trainer_hint() -> str:
+    """Return the end of a message that names the trainer with two passes, if transformers' `Trainer` is a caller."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        kinds = [kind.__name__ for kind in type(frame.f_locals.get("self")).__mro__]
+        if frame.f_globals.get("__name__") == "transformers.trainer" and "SAMTrainerMixin" not in kinds:
+            return ". The Trainer of transformers makes one pass. Take fastsam.integrations.hf.SAMTrainer"
+        frame = frame.f_back
+    return ""

@@ -31,7 +31,6 @@ from fastsam.optim.bucket import G1, MASTER, NEXT_STATE, UNPERTURBED, VARIANT_ST
 from fastsam.optim.hparams import STEPS, check_group
 from fastsam.optim.param_groups import ParamGroupsMixin
 from fastsam.optim.parameters import parameters_of
-from fastsam.optim.step_phase import StepPhaseMixin
 from fastsam.optim.update import Group, UpdateRule
 from fastsam.optim.variants.sam import SAM, VariantState
 from fastsam_kernels.constants import compute_dtype
@@ -76,7 +75,7 @@ def called_by_checkpoint(function: str) -> bool:
     return frame is not None and frame.f_code.co_name == function
 
 
-class StateDictMixin(StepPhaseMixin, ParamGroupsMixin):
+class StateDictMixin(ParamGroupsMixin):
     """State dicts, copies and pickles of an optimizer whose steps an engine makes."""
 
     skip_nonfinite: bool
@@ -84,6 +83,7 @@ class StateDictMixin(StepPhaseMixin, ParamGroupsMixin):
     _accumulation_check: AccumulationCheck
     _running_stats: RunningStatsFreezer
     _set_up: Callable[..., None]
+    _follow_modules: Callable[[], None]
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state in torch's format, which can be loaded into the base optimizer's class too; copies, which
@@ -123,7 +123,7 @@ class StateDictMixin(StepPhaseMixin, ParamGroupsMixin):
         RuntimeError while the weights are perturbed. The optimizer is unchanged then.
         """
         engine = self._engine
-        self._require(
+        engine.require(
             WeightState.ORIGINAL,
             "load_state_dict() while the weights are perturbed",
             f"call {'eval' if engine.one_pass else 'restore'}() first, then load model and optimizer",
