@@ -519,16 +519,6 @@ class Engine(ParamTracker):
         if not accumulate:
             self._sum.zero_()
 
-    def numbers(self) -> dict[str, float]:
-        """Return the counts of perturbations and steps on which the next ones depend, and the unit of a direction's
-        memory."""
-        numbers: dict[str, float] = {"perturbations": int(self.perturbations)} if self.stochastic_rounding else {}
-        if not self.variant_step.perturbs_every_step:
-            numbers["steps"] = self.steps
-        if self.variant_step.unit is not None:
-            numbers["unit"] = float(self.variant_step.unit)
-        return numbers
-
     # --- states ---
 
     @property
@@ -540,7 +530,13 @@ class Engine(ParamTracker):
     def facts(self) -> dict[str, Any]:
         """Return the entry "fastsam" of a state dict, without the scale of a GradScaler."""
         facts: dict[str, Any] = {"perturbed": self.weight_state is not WeightState.ORIGINAL}
-        facts |= {"variant": type(self.variant).__name__, **self.numbers()}
+        facts["variant"] = type(self.variant).__name__
+        if self.stochastic_rounding:
+            facts["perturbations"] = int(self.perturbations)
+        if not self.variant_step.perturbs_every_step:
+            facts["steps"] = self.steps
+        if self.variant_step.unit is not None:
+            facts["unit"] = float(self.variant_step.unit)
         if (numbers := self.uninitialized_numbers()) is not None:
             facts["left_out"] = numbers
         if self.one_pass:
