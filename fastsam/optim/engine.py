@@ -261,7 +261,8 @@ class Engine(ParamTracker):
         self._invalidate_unsharded()
 
     def _post_update_calls(self, calls: Sequence[BucketGrads], found_inf: Tensor | None) -> list[partial[Any]]:
-        """Return the calls after an update, which count the step, and keep what the next one-pass step reads."""
+        """Return the calls after an update. They count the step, and with one pass keep the gradients for the next
+        perturbation."""
         # An interrupted `second_step` may have left the flag. If the next step has no `first_step`, it is cleared here.
         calls_after = [*self._count(self.steps + 1), partial(setattr, self, "is_finishing", False)]
         if self.one_pass:
@@ -358,7 +359,7 @@ class Engine(ParamTracker):
         return self.is_finishing and (self.weight_state is not WeightState.ORIGINAL or not self.perturbs)
 
     def require(self, state: WeightState, problem: str, remedy: str) -> None:
-        """Raise RuntimeError if the weights are in another state."""
+        """Raise RuntimeError unless the weights are in this state."""
         if self.weight_state is not state:
             raise RuntimeError(f"{problem}; {remedy}{_trainer_hint()}")
 

@@ -1,7 +1,8 @@
 """`FusedSAM`: Sharpness-Aware Minimization around any base optimizer, with fused kernels.
 
     step(closure), first_step()    -> _perturb -> Engine.collect_grads
-                                               -> Engine.perturb -> Bucket.norm_perturb_    w <- w + rho * d / ||d||
+                                               -> Engine.perturb -> Engine._move -> Bucket.norm_perturb_
+                                                  w <- w + rho * d / ||d||
     step(closure), second_step()   -> _update  -> Engine.collect_grads
                                                -> Engine.update -> FusedUpdate.prepare      w <- update of the saved w
                                                   or the base optimizer's own step from the restored weights
@@ -165,11 +166,11 @@ class FusedSAM(StateDictMixin):
 
         `frozen` and `scale` are the state of `RunningStatsFreezer` and `GradScalerTracker`.
         """
+        self._share_groups()
         self._engine = Engine(self.base_optimizer, **options)
         self._scaler_tracker = amp.GradScalerTracker(scale)
         self._accumulation_check, self._clip_check, self._pass_check = AccumulationCheck(), ClipCheck(), PassCheck()
         self._running_stats = RunningStatsFreezer(model, frozen)
-        self._share_groups()
 
     # --- a step ---
 

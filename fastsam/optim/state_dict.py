@@ -45,11 +45,11 @@ FORMAT = 1
 KINDS: dict[type, str] = {
     bool: "True or False", int: "an integer", float: "a number", str: "a name", dict: "a dict", list: "a list"
 }  # fmt: skip
-FACTS = {  # entries of "fastsam" besides the format. "perturbed" is always there, and None stands for an absent one
+FACTS = {  # entries of "fastsam" besides the format
     "perturbed": bool, "variant": str, "training": bool, "perturbations": int, "steps": int, "unit": float,
     "scale": float, "left_out": list,
 }  # fmt: skip
-NULLABLE = ("unit", "scale", "left_out")
+NULLABLE = ("unit", "scale", "left_out")  # entries that may be None
 SAM_KEYS = (MASTER, UNPERTURBED, G1, VARIANT_STATE, NEXT_STATE)
 # The widely copied SAM class keeps the weights and the perturbation of the last step in its state, and not the base
 # optimizer's state.
@@ -201,7 +201,7 @@ class CheckedState:
     """A state dict that was checked against the optimizer's parameters. The optimizer has not changed yet.
 
     Attributes:
-        facts: entry "fastsam", or what stands for it.
+        facts: entry "fastsam", or its defaults.
         groups: options for the parameter groups, with the keys of the saved parameters.
         params: parameters by key.
         state: copies of the base optimizer's state by key. Momenta of a fused update have the dtype of the arithmetic.
@@ -283,7 +283,7 @@ def _check_facts(facts: Mapping[str, Any], num_params: int) -> None:
 
 
 def _check_variant(facts: Mapping[str, Any], entries: Mapping[Any, Any], sam: SAM) -> None:
-    """Raise ValueError for the state of another variant if this one could not go on from there."""
+    """Raise ValueError if `sam` could not go on from the state, because it belongs to a different variant."""
     keeps = any(isinstance(entry, dict) and VARIANT_STATE in entry for entry in entries.values())
     variant_name = facts.get("variant", type(sam).__name__)
     if variant_name != type(sam).__name__ and (keeps or facts["perturbed"]):
