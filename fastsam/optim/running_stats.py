@@ -10,7 +10,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -21,9 +21,6 @@ from torch.utils.hooks import RemovableHandle
 from fastsam.batchnorm import FrozenLayer, freeze, thaw
 from fastsam.optim.parameters import parameters_of
 from fastsam.optim.tensor_table import Groups
-
-if TYPE_CHECKING:
-    from fastsam.optim.fused_sam import FusedSAM
 
 NO_MODEL = (
     "a BatchNorm layer of this model updates its running statistics in the second pass too, at the perturbed weights. "
@@ -55,8 +52,8 @@ class RunningStatsFreezer:
         """The modules that still exist."""
         return [module for ref in self._modules if (module := ref()) is not None]
 
-    def follow(self, optimizer: FusedSAM) -> None:
-        """Let `train()` and `eval()` of the modules call the methods of `optimizer`, too."""
+    def follow(self, optimizer: Any) -> None:
+        """Let `train()` and `eval()` of the modules call the methods of a `FusedSAM`, too."""
         for module in self.modules:
             object.__setattr__(module, "train", _Train(module, optimizer))
 
@@ -131,7 +128,7 @@ class _Train:
     A copy of the module gets the method of its class back.
     """
 
-    def __init__(self, module: nn.Module, optimizer: FusedSAM) -> None:
+    def __init__(self, module: nn.Module, optimizer: Any) -> None:
         self._module, self._optimizer = weakref.ref(module), weakref.ref(optimizer)
         self._old_train: Callable[..., Any] | None = module.__dict__.get("train")
 
