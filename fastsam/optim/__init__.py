@@ -3,13 +3,12 @@
 One step:  FusedSAM.step (fused_sam) -> Engine.collect_grads (param_tracking, tensor_table) -> Engine.perturb (engine)
            -> collect_grads -> Engine.update (engine) -> FusedUpdate.prepare (update)
 
-`step_phase` checks the order of calls, `param_groups` the groups, `parameters` the tensors. `state_dict` and
-`state_dict_format` save and load. `variants/` has a file for each variant of SAM, and `rho_scheduler` schedules of rho.
-`one_pass` is the engine of variants with one pass, `variant_step` has the parts of a variant's step, and `hparams` the
-hyperparameter tensor. A `bucket` has the parameters of one dtype, a `selection` the parameters of a call. A `backup`
-has the unperturbed weights, and `storage_swap` gives parameters other memory for perturbed weights. `amp` serves
-GradScalers, `sharded` parameters of several ranks, `running_stats` BatchNorm, and `in_backward` updates in the backward
-pass. `grad_checks` warns, and `tensor_table` finds what changed.
+`param_groups` checks the groups, `parameters` the tensors, and `state_dict` saves and loads. `variants/` has a file for
+each variant of SAM, `rho_scheduler` has schedules of rho. `variant_step` has the parts of a variant's step, and
+`hparams` the hyperparameter tensor. A `bucket` has the parameters of one dtype, a `selection` the parameters of a call.
+A `backup` has the unperturbed weights, and `storage_swap` gives parameters other memory for perturbed weights. `amp`
+serves GradScalers, `sharded` parameters of several ranks, `running_stats` BatchNorm, and `in_backward` updates in the
+backward pass. `grad_checks` warns, and `tensor_table` finds what changed.
 """
 
 from __future__ import annotations

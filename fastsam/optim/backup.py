@@ -24,6 +24,14 @@ class Target(Enum):
     BACKUP = "reads and writes the backup; the perturbation that follows writes the parameters"
 
 
+class WeightState(Enum):
+    """The state of the weights. A step that does not perturb has the same states, and its weights never move."""
+
+    ORIGINAL = "the user's own"
+    PERTURBING = "on their way to the perturbed point; each parameter may or may not be there"
+    PERTURBED = "at the perturbed point; the originals are saved"
+
+
 class Backup:
     """The unperturbed weights of a bucket while its parameters are perturbed.
 

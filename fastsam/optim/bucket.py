@@ -12,12 +12,14 @@ from fastsam.arena import Arena, Layout, is_dense
 from fastsam.backends import Kernels
 from fastsam.optim.backup import Backup, Target
 from fastsam.optim.selection import Selection
-from fastsam.optim.sharded import gradient_of, is_dtensor, shard_groups_of, to_local
+from fastsam.optim.sharded import as_dtensor_like, gradient_of, is_dtensor, local_part_like, shard_groups_of, to_local
 from fastsam.optim.storage_swap import grad_storage_reusable
 from fastsam_kernels.constants import compute_dtype
 
 G1, VARIANT_STATE, NEXT_STATE = "first_gradient", "sam_memory", "sam_memory_next"  # fields, and keys of saved states
 GRADIENT, ROUNDED = "gathered_gradient", "rounded_direction"
+MASTER, UNPERTURBED = "master", "unperturbed"  # keys of saved states
+Weights = dict[Tensor, dict[str, Tensor]]  # per parameter: its master copy, unperturbed weights, first gradient, memory
 
 
 class Bucket:
@@ -251,9 +253,52 @@ class Bucket:
         pairs = zip(self.backup_selection.slots, self.backup_selection.views(self.backup.weights), strict=True)
         return tuple(i for i, weights in pairs if same_bits(self.aliases[i], weights.to(self.dtype)))
 
+    # --- states ---
+
+    def copy_weights(self, is_perturbed: bool) -> Weights:
+        """Return copies of the weights and vectors that a step reads. `is_perturbed` is True between the passes."""
+        result: Weights = {}
+        for slot, parameter in enumerate(self.params):
+            weights = self.backup.unperturbed_weights(self.select((slot,)))[0]
+            tensors = {MASTER: weights} if self.backup.is_master else {}
+            names = [VARIANT_STATE, NEXT_STATE] if is_perturbed else [VARIANT_STATE]
+            if is_perturbed and slot in self.backup_selection.slots:
+                names.append(G1)
+                tensors[UNPERTURBED] = weights.to(self.dtype)
+            tensors |= {name: self.arena.views(name)[slot] for name in names if name in self.arena}
+            if tensors:
+                result[parameter] = {name: as_dtensor_like(t.clone(), parameter) for name, t in tensors.items()}
+        return result
+
+    def load_weights(self, copies: Weights, is_perturbed: bool) -> None:
+        """Take over the result of `copy_weights` of a bucket whose dtype and device may be others."""
+        saved_slots = []
+        for slot, parameter in enumerate(self.params):
+            tensors = {name: local_part_like(tensor, parameter) for name, tensor in copies.get(parameter, {}).items()}
+            weights = tensors.get(MASTER) if self.backup.is_master else None
+            if VARIANT_STATE in tensors and VARIANT_STATE in self.arena:
+                self.arena.views(VARIANT_STATE)[slot].copy_(tensors[VARIANT_STATE])
+                if NEXT_STATE in tensors:
+                    self.layout.views(self.field(NEXT_STATE)[0])[slot].copy_(tensors[NEXT_STATE])
+            if is_perturbed and UNPERTURBED in tensors:
+                saved_slots.append(slot)
+                if G1 in tensors:
+                    self.layout.views(self.arena.field(G1, self.dtype)[0])[slot].copy_(tensors[G1])
+                original = tensors[UNPERTURBED].to(self.device, self.dtype)
+                # A master copy counts only if it rounds to the weights, because a conversion from another half
+                # precision may have rounded them otherwise.
+                weights = original if weights is None else _where_rounds_to(original, weights.to(self.device))
+            if weights is not None:
+                self.select((slot,)).views(self.backup.weights)[0].copy_(weights)
+        self.backup_selection = self.select(tuple(saved_slots))
+
 
 BucketGrads = tuple[Bucket, Selection, list[Tensor]]  # gradients of these parameters of a bucket
 _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def _where_rounds_to(weights: Tensor, master: Tensor) -> Tensor:
+    return torch.where(master.to(weights.dtype) == weights, master, weights.to(master.dtype))
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:

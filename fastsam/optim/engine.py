@@ -2,24 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import sys
+from collections.abc import Mapping, Sequence
 from functools import partial
+from types import FrameType
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from fastsam.optim.backup import Target
+from fastsam.optim.backup import Target, WeightState
 from fastsam.optim.base_optimizer import unhooked_step, unscale_
-from fastsam.optim.bucket import Bucket, BucketGrads
-from fastsam.optim.hparams import LossScales
-from fastsam.optim.param_tracking import ParamTracker, WeightState
+from fastsam.optim.bucket import Bucket, BucketGrads, Weights
+from fastsam.optim.hparams import STEPS, LossScales
+from fastsam.optim.param_tracking import ParamTracker
 from fastsam.optim.selection import Selection
 from fastsam.optim.sharded import all_reduced
-from fastsam.optim.state_dict_format import STEPS, CheckedState
 from fastsam.optim.update import UpdateInputs, rule_of
-from fastsam.optim.variant_step import VariantStep, clip_in_memory, largest, or_nonfinite, update_norm, with_norm
+from fastsam.optim.variant_step import c_call, clip_in_memory, largest, or_nonfinite, update_norm, with_norm
 from fastsam.optim.variants.sam import SAM
 from fastsam_kernels.constants import FreedError, check_not_freed
 
@@ -29,28 +30,50 @@ UNREDUCED = (
     "set_requires_gradient_sync(False) leaves its gradients with fully_shard, which would add them to the second "
     "pass's. Leave it out: each pass reduces its gradients"
 )
+IN_EVALUATION = (
+    "step() in evaluation: the weights are the clean ones since eval(); call train() before the forward pass"
+)
+WRITTEN_WEIGHTS = (
+    "the weights were written while they are at the perturbed point, and this step, which starts from the clean "
+    "ones, would lose the change. Call eval() before the change (a model's load_state_dict(), a clamp, an average that "
+    "is swapped in), and train() after it"
+)
+ARRIVED_CLEAN = (
+    "the optimizer's state was saved in training, at the perturbed point, and the model's in evaluation. The gradient "
+    "would be the gradient at the clean weights. Call train() after loading both"
+)
 
 
 class Engine(ParamTracker):
     """The two passes of a step.
 
     Every method either does its work, or raises and leaves a state from which `restore_weights` restores the original
-    weights.
-
-    Attributes:
-        variant_step: the parts of a step that the variant needs, and the combination of its gradients.
+    weights. With a variant of one pass the weights are PERTURBED between steps, and ORIGINAL in evaluation.
     """
 
-    def __init__(self, base: Optimizer, backend: str, stochastic_rounding: bool, exclusive: bool, variant: SAM) -> None:
-        self.variant_step = VariantStep(variant)
+    def __init__(
+        self,
+        base: Optimizer,
+        variant: SAM,
+        backend: str,
+        stochastic_rounding: bool = False,
+        exclusive: bool = False,
+        in_backward: bool = False,
+    ) -> None:
+        """Begin without buffers. Raises ValueError for a base or options that do not serve."""
+        super().__init__(base, variant, backend, exclusive, in_backward)
+        if exclusive and self.one_pass:
+            raise ValueError(
+                f"assume_no_alias=True with {type(variant).__name__}, whose weights are perturbed between steps too: "
+                "the promise ends with the step, so leave it out"
+            )
         self.stochastic_rounding = stochastic_rounding
         # Here, and not on the optimizer, because Lightning's wrapper shares its attributes for reading only.
         self.training = True  # False in the evaluation of a variant of one pass
         self.in_closure = False  # a closure of `step` is running
         self.is_finishing = False  # `second_step` is running
         self._calls: list[BucketGrads] = []  # calls of a perturbation under way
-        coefficients = self.variant_step.coefficients if self.variant_step.combines else None
-        super().__init__(base, backend, exclusive, variant, coefficients)
+        self._phase_after_update = WeightState.ORIGINAL
         self.steps = self.steps
 
     @property
@@ -71,12 +94,10 @@ class Engine(ParamTracker):
 
     # --- the passes ---
 
-    _phase_after_update = WeightState.ORIGINAL  # the phase after an update
-
     @property
     def perturbs(self) -> bool:
-        """True if the step that begins, or is under way, perturbs."""
-        return self.variant_step.perturbs_every_step or self.variant.perturbs_at(self.steps)
+        """True if the step that begins, or is under way, perturbs between two passes."""
+        return self.variant_step.perturbs_every_step or (not self.one_pass and self.variant.perturbs_at(self.steps))
 
     def perturb(self, calls: list[BucketGrads], scale: Tensor | None, donate: bool) -> None:
         """Move the weights to the perturbed point, with the gradients that `collect_grads` found.
@@ -85,11 +106,9 @@ class Engine(ParamTracker):
         gradients next, so that their memory may be used. Raises RuntimeError for unusable gradients, and then writes
         nothing.
         """
-        self._calls = calls
         if self.has_sharded_params and not any(grads for _, _, grads in calls):
             raise RuntimeError(UNREDUCED)
-        if not torch.compiler.is_compiling():
-            self.begin_step()
+        self.begin_step()
         for bucket in self.buckets:
             bucket.backup.begin_step()
         if not self.variant_step.is_plain_sam:
@@ -97,16 +116,16 @@ class Engine(ParamTracker):
             if not self.perturbs:  # the weights are not saved, because nothing moves them
                 for bucket in self.buckets:
                     bucket.backup_selection = bucket.select(())
-                self.weight_state, self._calls = WeightState.PERTURBED, []
+                self.weight_state = WeightState.PERTURBED
                 return
-            calls = self._calls = self._with_directions(calls, scale)
+            calls = self._with_directions(calls, scale)
         if self.stochastic_rounding:
             self.perturbations.add_(1)
         self._move(calls, scale, donate)
 
     def _move(self, calls: list[BucketGrads], scale: Tensor | None, donate: bool = False) -> None:
         """Perturb along the vectors of `calls`. In the state PERTURBED the weights are saved already."""
-        direct, old_state = self._direct_calls(calls, donate), self.weight_state
+        direct, old_state, self._calls = self._direct_calls(calls, donate), self.weight_state, calls
         if direct is None:
             _check_not_freed(calls)
             self._norm(calls)
@@ -121,8 +140,7 @@ class Engine(ParamTracker):
         except FreedError:
             self.weight_state = old_state  # to take back a perturbation, `restore_weights` would read the gradients
             raise
-        self.weight_state = WeightState.PERTURBED
-        self._calls = []
+        self.weight_state, self._calls = WeightState.PERTURBED, []
         self._invalidate_unsharded()
         if self.in_backward is not None:
             self._sync_state()
@@ -179,7 +197,8 @@ class Engine(ParamTracker):
     def update(
         self, calls: Sequence[BucketGrads], scales: LossScales, found_inf: Tensor | None, skip_nonfinite: bool
     ) -> None:
-        """Restore the weights and update them, with the calls of `collect_grads`.
+        """Restore the weights and update them, with the calls of `collect_grads`. With one pass they are then perturbed
+        for the next step.
 
         If the update is not fused and there is a GradScaler, it waits for the device, as torch's unfused optimizers do.
         """
@@ -191,6 +210,8 @@ class Engine(ParamTracker):
             self._update_by_base(calls, scales, found_inf)
         else:
             self._update_fused(calls, scales, found_inf)
+        if self.one_pass:
+            self._perturb_next(self.rule is not None and all(part is bucket.whole for bucket, part, _ in calls))
 
     def _update_fused(self, calls: Sequence[BucketGrads], scales: LossScales, found_inf: Tensor | None) -> None:
         combines, perturbs_every_step = self.variant_step.combines, self.variant_step.perturbs_every_step
@@ -240,13 +261,32 @@ class Engine(ParamTracker):
         self._invalidate_unsharded()
 
     def _post_update_calls(self, calls: Sequence[BucketGrads], found_inf: Tensor | None) -> list[partial[Any]]:
-        """Return the calls after an update, which count the step."""
+        """Return the calls after an update. They count the step, and with one pass keep the gradients for the next
+        perturbation."""
         # An interrupted `second_step` may have left the flag. If the next step has no `first_step`, it is cleared here.
-        return [*self._count(self.steps + 1), partial(setattr, self, "is_finishing", False)]
+        calls_after = [*self._count(self.steps + 1), partial(setattr, self, "is_finishing", False)]
+        if self.one_pass:
+            calls_after += self.variant_step.keep_gradients(calls, found_inf)
+            if self._seed is not None:
+                calls_after.append(c_call(self._seed.add_, 1))
+        return calls_after
 
     def _begin_unperturbed(self, calls: Sequence[BucketGrads]) -> None:
-        """Begin an update without a perturbation: in place, or from a copy if an interrupt could find it half made."""
+        """Begin an update without a perturbation: in place, or from a copy if an interrupt could find it half made.
+
+        With one pass the saved weights are updated in place, and the parameters follow with the perturbation. ASAM's
+        norm reads the weights of the parameters, so that they get the new ones first.
+        """
+        self._phase_after_update = WeightState.ORIGINAL
+        if self.one_pass and self.weight_state is WeightState.PERTURBED:
+            is_in_place = all(bucket.updates_whole and part is bucket.backup_selection for bucket, part, _ in calls)
+            if is_in_place and not self._hparams.adaptive:
+                self._phase_after_update = WeightState.PERTURBED
+                for bucket in self.buckets:
+                    bucket.backup.begin_update(Target.BACKUP)
+            return
         if self.weight_state is WeightState.ORIGINAL:
+            self.begin_step()
             for bucket in self.buckets:
                 bucket.backup.begin_step()
                 bucket.backup_selection = bucket.select(())
@@ -308,17 +348,152 @@ class Engine(ParamTracker):
     def abort_step(self) -> None:
         """Restore the weights of between the steps, bit for bit, after an exception in a step."""
         self.restore_weights()
+        if self.one_pass and self.training:
+            self.perturb_clean()
 
-    # --- training and evaluation: the weights between the steps are the same in both ---
+    # --- the order of calls ---
 
-    def require_ready(self) -> None:
-        """Raise RuntimeError if the weights do not allow a step."""
+    @property
+    def finishes(self) -> bool:
+        """True while `second_step` is running, so that a closure of `step` belongs to a trainer."""
+        return self.is_finishing and (self.weight_state is not WeightState.ORIGINAL or not self.perturbs)
+
+    def require(self, state: WeightState, problem: str, remedy: str) -> None:
+        """Raise RuntimeError unless the weights are in this state."""
+        if self.weight_state is not state:
+            raise RuntimeError(f"{problem}; {remedy}{_trainer_hint()}")
+
+    def require_second(self, problem: str, remedy: str) -> None:
+        """Raise RuntimeError if the step perturbs and its first half was not made."""
+        if self.weight_state is not WeightState.ORIGINAL or self.perturbs:
+            self.require(WeightState.PERTURBED, problem, remedy)
+
+    def require_halves(self, call: str) -> None:
+        """Raise RuntimeError if a step has no halves."""
+        if self.one_pass:
+            raise RuntimeError(
+                f"{call} with {type(self.variant).__name__}, which takes one pass: its weights stay at the perturbed "
+                "point. Call step() after one backward pass, or step(closure); eval() and train() move to the clean "
+                "weights and back"
+            )
+
+    def require_turn(self, is_whole: bool) -> None:
+        """Raise RuntimeError if `step` cannot be called now. `is_whole` is True if a closure makes the gradients."""
+        if self.one_pass:
+            self._require_point()
+        elif is_whole:
+            problem = "step(closure) between first_step() and second_step()"
+            self.require(WeightState.ORIGINAL, problem, "call second_step(), or restore() first")
+        else:
+            self.require_second(
+                "step() has nothing to do: no closure, and the weights are not perturbed",
+                "call step(closure), or first_step() after the first and step() after the second backward pass",
+            )
+
+    # --- the perturbed point between the steps of a variant of one pass ---
+
+    def _require_point(self) -> None:
+        """Raise RuntimeError in evaluation, and if the weights are not at the point to which the optimizer moved
+        them."""
+        if not self.training:
+            raise RuntimeError(IN_EVALUATION)
+        if self.weight_state is WeightState.ORIGINAL or torch.compiler.is_compiling():
+            return
+        if self._point is None:
+            self._require_arrival()
+        elif self._point[1] != self._versions():
+            self._sync_params()
+            if self._point is not None and not self._is_perturbed(self._point[0]):
+                raise RuntimeError(WRITTEN_WEIGHTS)
+
+    def _require_arrival(self) -> None:
+        """Raise RuntimeError if the weights are at the clean point after a state was loaded."""
+        self._sync_params()
+        self._refresh_options(self.base.param_groups)
+        moves = self._next_directions(False)
+        self._norm(moves)
+        is_clean = all(bucket.saved_slots() == bucket.backup_selection.slots for bucket in self.buckets)
+        if is_clean and not self._is_perturbed(moves):
+            raise RuntimeError(ARRIVED_CLEAN)
+        self._point = moves, self._versions()
+
+    def _is_perturbed(self, moves: Sequence[BucketGrads]) -> bool:
+        return all(b.perturbed_slots(part, vectors, self._sum, self._seed) == part.slots for b, part, vectors in moves)
+
+    def _versions(self) -> list[int]:
+        """Return the versions of all weights; none in a compiled step, after which the weights are compared."""
+        if torch.compiler.is_compiling():
+            return []
+        return [version for bucket in self.buckets for version in bucket.backup.versions()]
+
+    def _next_directions(self, has_all_grads: bool) -> list[BucketGrads]:
+        return self.variant_step.next_directions(self._hparams, self.buckets, self.base.state, has_all_grads)
+
+    def _perturb_next(self, has_all_grads: bool) -> None:
+        """Perturb the updated weights. `has_all_grads` is True if every parameter had a gradient in the last step."""
+        moves, is_perturbed = self._next_directions(has_all_grads), self.weight_state is WeightState.PERTURBED
+        if is_perturbed and any(part is not bucket.backup_selection for bucket, part, _ in moves):
+            self.restore_weights()
+            moves, is_perturbed = self._next_directions(has_all_grads), False
+        for bucket in self.buckets:
+            bucket.backup.begin_step(has_weights=is_perturbed)
+        self._move(moves, None)
+        self._point = moves, self._versions()
+
+    def perturb_clean(self) -> None:
+        """Move from the clean weights to the perturbed point; nothing before the first step."""
+        if self._table is None and not self._carried_weights and not self.base.state:
+            return
+        self.begin_step()
+        self._sync_params()
+        self._refresh_options(self.base.param_groups)
+        self._perturb_next(False)
 
     def eval(self) -> None:
-        """Move to the weights of evaluation."""
+        """Move to the weights of evaluation: with one pass restore the clean ones, bit for bit.
+
+        Raises RuntimeError inside a closure.
+        """
+        if self.one_pass and self.training:
+            if self.in_closure:
+                raise RuntimeError("eval() inside a closure of step(): leave it to before or after the step")
+            try:
+                self.restore_weights()
+            except BaseException:
+                self.abort_step()
+                raise
+            self.training = False
+        self._call_base("eval")
 
     def train(self) -> None:
-        """Move to the weights of training."""
+        """Move to the weights of training: with one pass to the perturbed point. Weights with a loaded state are
+        perturbed from the clean ones, in either state."""
+        if self.in_closure:
+            return
+        self._call_base("train")
+        is_there = self.training and self.weight_state is WeightState.PERTURBED and self._point is not None
+        if is_there or not self.one_pass:
+            return
+        self.training = True
+        try:
+            self.restore_weights()
+            self.perturb_clean()
+        except BaseException:
+            self.restore_weights()
+            raise
+
+    def _call_base(self, mode: str) -> None:
+        """Call the `train()` or `eval()` of a base optimizer that has them. These methods write the weights."""
+        function = getattr(self.base, mode, None)
+        if function is None:
+            return
+        if self.in_closure or (self.weight_state is not WeightState.ORIGINAL and not self.one_pass):
+            raise RuntimeError(
+                f"{mode}() during a step: {type(self.base).__name__} would change the perturbed weights. Call it "
+                "before or after the step"
+            )
+        function()
+        self._invalidate_unsharded()
 
     @property
     def _seed(self) -> Tensor | None:
@@ -345,39 +520,35 @@ class Engine(ParamTracker):
         if not accumulate:
             self._sum.zero_()
 
-    def numbers(self) -> dict[str, float]:
-        """Return the counts of perturbations and steps on which the next ones depend, and the unit of a direction's
-        memory."""
-        numbers: dict[str, float] = {"perturbations": int(self.perturbations)} if self.stochastic_rounding else {}
-        if not self.variant_step.perturbs_every_step:
-            numbers["steps"] = self.steps
-        if self.variant_step.unit is not None:
-            numbers["unit"] = float(self.variant_step.unit)
-        return numbers
-
     # --- states ---
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The arguments from which an engine like this one is made, besides the base optimizer."""
+        names = ("variant", "backend", "stochastic_rounding", "exclusive")
+        return {"in_backward": self.in_backward is not None, **{name: getattr(self, name) for name in names}}
 
     def facts(self) -> dict[str, Any]:
         """Return the entry "fastsam" of a state dict, without the scale of a GradScaler."""
         facts: dict[str, Any] = {"perturbed": self.weight_state is not WeightState.ORIGINAL}
-        facts |= {"variant": type(self.variant).__name__, **self.numbers()}
+        facts["variant"] = type(self.variant).__name__
+        if self.stochastic_rounding:
+            facts["perturbations"] = int(self.perturbations)
+        if not self.variant_step.perturbs_every_step:
+            facts["steps"] = self.steps
+        if self.variant_step.unit is not None:
+            facts["unit"] = float(self.variant_step.unit)
         if (numbers := self.uninitialized_numbers()) is not None:
             facts["left_out"] = numbers
+        if self.one_pass:
+            facts["training"] = self.training
         return facts
 
-    def load_checked(self, state: CheckedState) -> None:
-        """Take over a state dict, after the base optimizer has its state and its groups."""
-        self.load(state.weights, state.is_perturbed, state.uninitialized_numbers)
-        self.perturbations.fill_(state.perturbations)
-        self.steps, self.variant_step.unit = state.steps, state.unit
-
-    def pickle(self) -> dict[str, Any]:
-        more = {"stochastic_rounding": self.stochastic_rounding, "steps": self.steps, "unit": self.variant_step.unit}
-        return {**super().pickle(), **more, "training": self.training}
-
-    def unpickle(self, state: dict[str, Any]) -> None:
-        super().unpickle(state)
-        self.steps, self.variant_step.unit, self.training = state["steps"], state["unit"], state["training"]
+    def load(self, weights: Weights, facts: Mapping[str, Any]) -> None:
+        super().load(weights, facts)
+        unit = facts.get("unit")
+        self.variant_step.unit = None if unit is None else torch.tensor(unit, device="cpu")
+        self.steps, self.training = facts.get("steps", 0), facts.get("training", True) or not self.one_pass
 
 
 def _perturbed_subset(moves: Sequence[bool], bucket: Bucket, part: Selection, grads: list[Tensor]) -> BucketGrads:
@@ -390,3 +561,14 @@ def _check_not_freed(calls: Sequence[BucketGrads]) -> None:
     if not torch.compiler.is_compiling():
         for _, _, grads in calls:
             check_not_freed(grads)
+
+
+def _trainer_hint() -> str:
+    """Return the end of a message that names the trainer with two passes, if transformers' `Trainer` is a caller."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        kinds = [kind.__name__ for kind in type(frame.f_locals.get("self")).__mro__]
+        if frame.f_globals.get("__name__") == "transformers.trainer" and "SAMTrainerMixin" not in kinds:
+            return ". The Trainer of transformers makes one pass. Take fastsam.integrations.hf.SAMTrainer"
+        frame = frame.f_back
+    return ""

@@ -1,7 +1,8 @@
 """`FusedSAM`: Sharpness-Aware Minimization around any base optimizer, with fused kernels.
 
     step(closure), first_step()    -> _perturb -> Engine.collect_grads
-                                               -> Engine.perturb -> Bucket.norm_perturb_    w <- w + rho * d / ||d||
+                                               -> Engine.perturb -> Engine._move -> Bucket.norm_perturb_
+                                                  w <- w + rho * d / ||d||
     step(closure), second_step()   -> _update  -> Engine.collect_grads
                                                -> Engine.update -> FusedUpdate.prepare      w <- update of the saved w
                                                   or the base optimizer's own step from the restored weights
@@ -16,19 +17,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from numbers import Real
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 from torch.autograd import profiler
 from torch.optim import Optimizer
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
+from fastsam.batchnorm import FrozenLayer
 from fastsam.optim import amp, in_backward, parameters
+from fastsam.optim.backup import WeightState
 from fastsam.optim.base_optimizer import make_base, options_of_base
+from fastsam.optim.engine import Engine
 from fastsam.optim.grad_checks import EMPTY_CLOSURE, EMPTY_FIRST_STEP, AccumulationCheck, ClipCheck, PassCheck
 from fastsam.optim.hparams import LossScales, check_flag, check_group
-from fastsam.optim.one_pass import make_engine
-from fastsam.optim.param_tracking import WeightState
 from fastsam.optim.parameters import parameters_of
 from fastsam.optim.running_stats import Model, RunningStatsFreezer
 from fastsam.optim.state_dict import StateDictMixin, called_by_checkpoint
@@ -141,19 +145,32 @@ class FusedSAM(StateDictMixin):
         for number, group in enumerate(self.param_groups):
             check_group(group, number)
         self.defaults.update(self.base_optimizer.defaults)
-        self._engine = make_engine(self.base_optimizer, backend, stochastic_rounding, assume_no_alias, variant)
+        options = {"variant": variant, "backend": backend, "stochastic_rounding": stochastic_rounding}
+        options |= {"exclusive": assume_no_alias, "in_backward": optimizer_in_backward}
+        self._set_up(options, model)
         self.max_grad_norm = max_grad_norm
         if optimizer_in_backward:
             whole_gradient_options = {"skip_nonfinite=True": skip_nonfinite, "max_grad_norm": max_grad_norm is not None}
             in_backward.check(self.base_optimizer, variant, assume_no_alias, whole_gradient_options)
-            self._engine.in_backward = in_backward.InBackwardHooks()
-        self._scaler_tracker = amp.GradScalerTracker()
-        self._accumulation_check, self._clip_check = AccumulationCheck(), ClipCheck()
-        self._pass_check = PassCheck()
-        self._running_stats = RunningStatsFreezer(model)
-        self._share_groups()
         self._check_parameters()
         self._follow_modules()
+
+    def _set_up(
+        self,
+        options: dict[str, Any],
+        model: Model | None,
+        frozen: Sequence[FrozenLayer] = (),
+        scale: Tensor | None = None,
+    ) -> None:
+        """Make the engine with these options and the trackers of the steps, of a new optimizer or a copy.
+
+        `frozen` and `scale` are the state of `RunningStatsFreezer` and `GradScalerTracker`.
+        """
+        self._share_groups()
+        self._engine = Engine(self.base_optimizer, **options)
+        self._scaler_tracker = amp.GradScalerTracker(scale)
+        self._accumulation_check, self._clip_check, self._pass_check = AccumulationCheck(), ClipCheck(), PassCheck()
+        self._running_stats = RunningStatsFreezer(model, frozen)
 
     # --- a step ---
 
@@ -175,7 +192,7 @@ class FusedSAM(StateDictMixin):
             return self._make_initial_state()
         if not self._is_observed():
             return self._step(closure)
-        self._require_turn(closure)
+        self._begin_step(closure)
         try:
             return self._observed_step(closure)
         except BaseException:
@@ -190,11 +207,11 @@ class FusedSAM(StateDictMixin):
     def _step(self, closure: Callable[[], Any] | None = None) -> Any:
         engine = self._engine
         if closure is not None or engine.one_pass or engine.weight_state is not WeightState.PERTURBED:
-            self._require_turn(closure)
+            self._begin_step(closure)
         self._share_groups()
         graph = torch.is_grad_enabled()
         try:
-            if closure is not None and not self._finishes():
+            if closure is not None and not engine.finishes:
                 return self._both_passes(closure)
             if closure is not None:
                 closure()  # a trainer's closure, which made the passes before (Lightning's clips)
@@ -206,6 +223,21 @@ class FusedSAM(StateDictMixin):
             raise
 
     _observed_step = Optimizer.profile_hook_step(_step)
+
+    def _is_observed(self) -> bool:
+        """Return True if a hook or a profiler looks at the step."""
+        if _global_optimizer_pre_hooks or _global_optimizer_post_hooks or profiler._is_profiler_enabled:
+            return True
+        return bool(self._optimizer_step_pre_hooks or self._optimizer_step_post_hooks)
+
+    def _begin_step(self, closure: Callable[[], Any] | None) -> None:
+        """Raise RuntimeError for a call of `step` out of order."""
+        is_whole = closure is not None and not self._engine.finishes
+        self._engine.require_turn(is_whole)
+        if is_whole:
+            amp.check_no_closure(self, self._engine.one_pass)
+        elif self._engine.one_pass:
+            self._accumulation_check.reset()
 
     def _both_passes(self, closure: Callable[[], Any]) -> Any:
         if torch.compiler.is_compiling():
@@ -255,9 +287,9 @@ class FusedSAM(StateDictMixin):
         """
         engine = self._engine
         if engine.one_pass or engine.weight_state is not WeightState.ORIGINAL:
-            self._require_halves("first_step()")
+            engine.require_halves("first_step()")
             remedy = "go on with second_step(), or go back with restore()"
-            self._require(WeightState.ORIGINAL, "first_step() was called already", remedy)
+            engine.require(WeightState.ORIGINAL, "first_step() was called already", remedy)
         self._share_groups()
         engine.in_closure = engine.is_finishing = False  # which an interrupt may have left
         self._accumulation_check.reset()
@@ -284,7 +316,7 @@ class FusedSAM(StateDictMixin):
         engine = self._engine
         if engine.weight_state is not WeightState.PERTURBED:
             remedy = "call first_step() after the first backward pass"
-            self._require_second("second_step() without first_step()", remedy)
+            engine.require_second("second_step() without first_step()", remedy)
         try:
             engine.is_finishing = True
             self.step()  # fires the hooks, and learning-rate schedulers watch it
@@ -346,8 +378,8 @@ class FusedSAM(StateDictMixin):
 
         Raises RuntimeError if the weights are not perturbed.
         """
-        self._require_halves("restore()")
-        self._require(WeightState.PERTURBED, "restore() has nothing to restore", "it undoes a first_step()")
+        self._engine.require_halves("restore()")
+        self._engine.require(WeightState.PERTURBED, "restore() has nothing to restore", "it undoes a first_step()")
         self._share_groups()
         self._recover()
 
@@ -355,8 +387,8 @@ class FusedSAM(StateDictMixin):
     def perturbed(self) -> Iterator[None]:
         """Perturb the weights inside as by `first_step()`. Afterwards they are the original ones, bit for bit, also
         after an exception. Calling `step()` inside, after a backward pass, makes the update."""
-        self._require_halves("perturbed()")
-        self._require(
+        self._engine.require_halves("perturbed()")
+        self._engine.require(
             WeightState.ORIGINAL,
             "perturbed() inside first_step() and second_step()",
             "call second_step(), or restore() first",
@@ -381,3 +413,116 @@ class FusedSAM(StateDictMixin):
             self._engine.abort_step()
         finally:
             self._running_stats.thaw()
+
+    # --- for training loops ---
+
+    @property
+    def is_perturbed(self) -> bool:
+        """True at a perturbed point: in every call of a closure but the first, and between `first_step()` and
+        `second_step()`.
+
+        A training loop should log and count only in the other pass. Always False with a variant of one pass; `training`
+        tells where its weights are.
+        """
+        return self._engine.weight_state is not WeightState.ORIGINAL and not self._engine.one_pass
+
+    @property
+    def phase(self) -> Literal["first", "second"]:
+        """The pass that a forward and backward pass belongs to now: "second" at the perturbed point, else "first"."""
+        return "second" if self.is_perturbed else "first"
+
+    @property
+    def perturbs(self) -> bool:
+        """True if the step that begins, or is under way, perturbs the weights and so takes two backward passes.
+
+        False in a step in which the variant does not perturb (`start`, `interval`, `LookSAM`). Its first pass and
+        `first_step()` may be left out. If they are made, the weights stay, and the step is the same with the second
+        pass's gradients. Always False with a variant of one pass (`MSAM`), where `first_step()` is an error.
+        """
+        return self._engine.perturbs
+
+    @property
+    def variant(self) -> SAM:
+        """The variant of SAM, with its options."""
+        return self._engine.variant
+
+    @property
+    def combines_gradients(self) -> bool:
+        """True if the variant's update combines both gradients, so that `max_grad_norm` has to clip them."""
+        return self._engine.variant_step.reads_both
+
+    @property
+    def max_grad_norm(self) -> float | None:
+        """Largest norm of the gradient that updates, or None; it can be changed between steps.
+
+        A variant that combines both gradients clips the combination, with the same factor in each of its updates. A
+        gradient whose norm is below the limit is used as it is.
+        """
+        return self._engine.max_grad_norm
+
+    @max_grad_norm.setter
+    def max_grad_norm(self, limit: float | None) -> None:
+        if limit is not None and (isinstance(limit, bool) or not isinstance(limit, Real)):
+            raise TypeError(f"max_grad_norm must be a number or None, got {limit!r}")
+        if limit is not None and not limit > 0:
+            raise ValueError(f"max_grad_norm must be above 0, got {limit!r}")
+        try:
+            self._engine.set_max_grad_norm(None if limit is None else float(limit))
+        except OverflowError as error:
+            raise ValueError("max_grad_norm must be a number that a float can hold, got a larger number") from error
+
+    @property
+    def grad_norm(self) -> Tensor | None:
+        """Norm of the last first gradient (in adaptive groups of T * g), float64 on the device; None before the first
+        step.
+
+        With a variant of one pass, the norm of the vector along which it perturbed.
+        """
+        return None if self._engine.sumsq is None else self._engine.sumsq.sqrt()[0]
+
+    # --- training and evaluation ---
+
+    @property
+    def training(self) -> bool:
+        """False between `eval()` and `train()`, where no step is made: of a variant of one pass, and of a base
+        optimizer that has `train_mode` in its parameter groups (schedule-free ones). Otherwise always True."""
+        return self._engine.training and all(group.get("train_mode", True) for group in self.param_groups)
+
+    def eval(self) -> None:
+        """Give the model the weights to evaluate or save it with.
+
+        With a variant of one pass (`MSAM`) the weights between steps are perturbed, and `eval()` restores the clean
+        weights, bit for bit. If the base optimizer has an `eval()` (schedule-free optimizers), it is called, too. With
+        any other optimizer this does nothing, and a second `eval()` does nothing.
+
+        Raises RuntimeError inside a closure, and between `first_step()` and `second_step()` if the base optimizer has
+        an `eval()`.
+        """
+        self._engine.eval()
+
+    def train(self) -> None:
+        """Go back to the weights of training, for the next forward pass; undoes `eval()`.
+
+        With a variant of one pass the weights move to the perturbed point. They have the bits of before `eval()` if
+        weights and rho were not written. After a state is loaded the weights may be clean or perturbed. Does nothing if
+        the weights are there, and inside a closure.
+
+        Raises RuntimeError between `first_step()` and `second_step()` if the base optimizer has a `train()`.
+        """
+        self._engine.train()
+
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """Keep the weights inside as after `eval()`, and afterwards as they were before."""
+        is_training = self.training
+        self.eval()
+        try:
+            yield
+        finally:
+            if is_training:
+                self.train()
+
+    def _follow_modules(self) -> None:
+        """Let `train()` and `eval()` of the modules of `model=` call the methods of a variant of one pass, too."""
+        if self._engine.one_pass:
+            self._running_stats.follow(self)

@@ -19,7 +19,6 @@ from fastsam.optim.parameters import parameters_of
 from fastsam.optim.sharded import is_dtensor, to_local
 from fastsam.optim.tensor_table import Groups, any_gradient
 
-_version_of = Tensor._version.__get__  # type: ignore[attr-defined]
 FIRST = 4  # number of steps that are checked, because a loop accumulates in all steps or in none
 
 ACCUMULATED = (
@@ -52,14 +51,24 @@ CLIPPED = (
 )
 
 
+class GradRecord:
+    """Identities and versions of gradients. It keeps none of them alive."""
+
+    def __init__(self, grads: Sequence[Tensor]) -> None:
+        self._first = weakref.ref(grads[0]) if grads else None  # new tensors may have the ids of deleted ones
+        self._marks = _marks(grads)
+
+    def equals(self, grads: Sequence[Tensor]) -> bool:
+        """Return True if these are the recorded gradients, and none was written since."""
+        return (self._first is None or self._first() is not None) and _marks(grads) == self._marks
+
+
 class AccumulationCheck:
-    """Check of the gradients from the end of one closure's step to the beginning of the next. It compares identities
-    and versions, and keeps no gradient alive."""
+    """Check of the gradients from the end of one closure's step to the beginning of the next."""
 
     def __init__(self) -> None:
         self._steps_left = FIRST
-        self._oldest: weakref.ref[Tensor] | None = None  # new tensors may have the ids of deleted ones
-        self._used_grads: list[tuple[int, int]] | None = []  # None: not noted
+        self._used_grads: GradRecord | None = GradRecord([])  # None: not noted
 
     def reset(self) -> None:
         """Forget the known gradients, because a step failed or was made in two halves."""
@@ -70,18 +79,12 @@ class AccumulationCheck:
         if not self._steps_left:
             return
         self._steps_left -= 1
-        grads = [g for p in parameters_of(groups) if (g := p.grad) is not None]
-        self._oldest = weakref.ref(grads[0]) if grads else None
-        self._used_grads = _marks(grads)
+        self._used_grads = GradRecord(_grads(groups))
 
     def check(self, groups: Groups) -> None:
         """Warn once if there are other gradients now, which the step that begins would clear."""
         used_grads, self._used_grads = self._used_grads, None  # None until this step is made
-        if used_grads is None:
-            return
-        grads = [g for p in parameters_of(groups) if (g := p.grad) is not None]
-        fresh = self._oldest is None or self._oldest() is None
-        if not grads or (not fresh and _marks(grads) == used_grads):
+        if used_grads is None or not (grads := _grads(groups)) or used_grads.equals(grads):
             return
         if any(g.layout != torch.strided or bool(to_local(g).any()) for g in grads):
             self._steps_left = 0
@@ -89,20 +92,17 @@ class AccumulationCheck:
 
 
 class PassCheck:
-    """Check that the passes of a step make gradients, and that only they come between its halves, in the first steps.
-
-    It compares identities and versions, and keeps no gradient alive.
-    """
+    """Check that the passes of a step make gradients, and that only they come between its halves, in the first
+    steps."""
 
     def __init__(self) -> None:
         self.steps_left = FIRST  # number of steps that are still checked
-        self._oldest: weakref.ref[Tensor] | None = None  # new tensors may have the ids of deleted ones
-        self._old_marks: list[tuple[int, int]] | None = None  # None: there is nothing to compare with
+        self._old_grads: GradRecord | None = None  # None: there is nothing to compare with
         self._weight_marks: list[tuple[int, int]] = []  # marks of parameters that the second half restores
 
     def reset(self) -> None:
         """Forget the recorded gradients and weights, because the step was given up."""
-        self._old_marks, self._weight_marks = None, []
+        self._old_grads, self._weight_marks = None, []
 
     def warn_without_gradient(self, groups: Groups, message: str, stacklevel: int) -> None:
         """Warn once if the first pass of a step left no gradient."""
@@ -121,10 +121,8 @@ class PassCheck:
         if not self.steps_left or torch.compiler.is_compiling():
             return
         params = parameters_of(groups)
-        grads = [g for p in params if (g := p.grad) is not None]
-        if grads:
-            self._oldest = None if is_cleared else weakref.ref(grads[0])
-            self._old_marks = [] if is_cleared else _local_marks(grads)
+        if grads := _grads(groups):
+            self._old_grads = GradRecord([] if is_cleared else grads)
         if is_perturbed and not any(map(is_dtensor, params)):
             self._weight_marks = _marks(params)
 
@@ -133,31 +131,26 @@ class PassCheck:
         if not self.steps_left or torch.compiler.is_compiling():
             return
         self.steps_left -= 1
-        old_marks, weight_marks = self._old_marks, self._weight_marks
+        old_grads, weight_marks = self._old_grads, self._weight_marks
         self.reset()
-        params = parameters_of(groups) if old_marks is not None or weight_marks else []
-        versions = dict(_marks(params)) if weight_marks else {}
+        versions = dict(_marks(parameters_of(groups))) if weight_marks else {}
         written = [i for i, (p, version) in enumerate(weight_marks) if versions.get(p, version) != version]
         if written:
             self.steps_left = 0
             warnings.warn(WRITTEN.format(written), UserWarning, stacklevel)
-        if old_marks is None:
-            return
-        grads = [g for p in params if (g := p.grad) is not None]
-        is_replaced = self._oldest is not None and self._oldest() is None
-        if not is_replaced and _local_marks(grads) == old_marks:
+        if old_grads is not None and old_grads.equals(grads := _grads(groups)):
             self.steps_left = 0
             meaning = "one of the base optimizer, without SAM" if grads else "made without gradients"
             warnings.warn(NO_SECOND_PASS.format(meaning), UserWarning, stacklevel)
 
 
-def _marks(grads: Sequence[Tensor]) -> list[tuple[int, int]]:
-    return list(zip(map(id, grads), map(_version_of, grads), strict=True))
+def _grads(groups: Groups) -> list[Tensor]:
+    return [g for p in parameters_of(groups) if (g := p.grad) is not None]
 
 
-def _local_marks(grads: Sequence[Tensor]) -> list[tuple[int, int]]:
-    """Return identities and versions, where a write into the local part of a sharded gradient counts too."""
-    return [(id(g), g._version + (to_local(g)._version if is_dtensor(g) else 0)) for g in grads]
+def _marks(tensors: Sequence[Tensor]) -> list[tuple[int, int]]:
+    """Return identities and versions, where a write into the local part of a sharded tensor counts too."""
+    return [(id(t), t._version + (to_local(t)._version if is_dtensor(t) else 0)) for t in tensors]
 
 
 class ClipCheck:

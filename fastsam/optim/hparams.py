@@ -24,6 +24,7 @@ from fastsam_kernels.hparams import NUM_HPARAMS, HParam
 NU = 1e-12  # added to the norm before the division, as the commonly copied SAM class does
 PLAIN = GradCoefficients()
 OWN_OPTIONS = ("rho", "adaptive", "eta")
+STEPS = "sam_steps"  # the number of steps, in every parameter group, if not every step perturbs
 NUMBERS = ("lr", "momentum", "dampening", "weight_decay", "eps", "alpha", "lr_decay")  # options of torch's optimizers
 
 

@@ -5,9 +5,8 @@ A parameter without gradients has no buffers until its first gradient. Then it k
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from enum import Enum
-from typing import Any, ClassVar
+from collections.abc import Mapping, Sequence
+from typing import Any
 from weakref import ref
 
 import torch
@@ -16,26 +15,16 @@ from torch.optim import Optimizer
 
 from fastsam.ops import bind
 from fastsam.optim import parameters
-from fastsam.optim.bucket import VARIANT_STATE, Bucket, BucketGrads
+from fastsam.optim.backup import WeightState
+from fastsam.optim.bucket import Bucket, BucketGrads, Weights
 from fastsam.optim.hparams import HParamTensor
 from fastsam.optim.in_backward import InBackwardHooks
 from fastsam.optim.parameters import parameters_of
 from fastsam.optim.sharded import ShardGroups, fsdp_modules_of, reshard, shard_groups_of, to_local
-from fastsam.optim.state_dict_format import Weights, load_saved_weights, saved_weights
 from fastsam.optim.tensor_table import TensorTable, any_gradient
 from fastsam.optim.update import FusedUpdate, Group, UpdateRule, rule_of
-from fastsam.optim.variant_step import check_base
-from fastsam.optim.variants.sam import SAM, OnePassDirection, VariantState
-from fastsam.step import GradCoefficients
-
-
-class WeightState(Enum):
-    """The state of the weights. A step that does not perturb has the same states, and its weights never move."""
-
-    ORIGINAL = "the user's own"
-    PERTURBING = "on their way to the perturbed point; each parameter may or may not be there"
-    PERTURBED = "at the perturbed point; the originals are saved"
-
+from fastsam.optim.variant_step import VariantStep, check_base
+from fastsam.optim.variants.sam import SAM, OnePassDirection
 
 ABANDONED = (
     "only this optimizer still refers to its parameters {}. The model has got other ones, as "
@@ -47,27 +36,24 @@ _engines_in_step: set[ref[ParamTracker]] = set()
 
 
 class ParamTracker:
-    """Works on the parameter groups and the state of `base`, which the optimizer shares with it."""
+    """Works on the parameter groups and the state of `base`, which the optimizer shares with it.
 
-    one_pass: ClassVar[bool] = False  # weights are perturbed between steps, so that a step has one pass
+    Attributes:
+        variant_step: the parts of a step that the variant needs, and the combination of its gradients.
+        one_pass: the weights are perturbed between steps, so that a step has one pass.
+    """
 
-    def __init__(
-        self,
-        base: Optimizer,
-        backend: str,
-        exclusive: bool,
-        variant: SAM,
-        coefficients: GradCoefficients | None,
-    ) -> None:
-        """Begin without buffers. `coefficients` belong to both gradients, and are None if an update reads only the last
-        one."""
+    def __init__(self, base: Optimizer, variant: SAM, backend: str, exclusive: bool, in_backward: bool) -> None:
+        """Begin without buffers. Raises ValueError for a base optimizer that does not serve the variant."""
+        check_base(variant, base, base.param_groups)
         self.base, self.backend, self.exclusive, self.variant = base, backend, exclusive, variant
-        self._coefficients = coefficients
+        self.variant_step = VariantStep(variant)
+        self.one_pass = self.variant_step.one_pass
         # The number of perturbations, which is the seed of the next one's rounding.
         self.perturbations = torch.zeros(1, dtype=torch.int64, device="cpu")
         self.rule: UpdateRule | None = rule_of(base)
         self.max_grad_norm: float | None = None  # largest norm of the combined gradient
-        self.in_backward: InBackwardHooks | None = None  # updates in the second backward pass, if requested
+        self.in_backward = InBackwardHooks() if in_backward else None  # updates in the second backward pass
         self.weight_state = WeightState.ORIGINAL
         self.buckets: list[Bucket] = []
         self.has_sharded_params = False  # some parameters are split among ranks
@@ -76,6 +62,9 @@ class ParamTracker:
         self._updates: list[FusedUpdate] = []
         self._table: TensorTable | None = None
         self._carried_weights: Weights = {}
+        # With one pass: vectors along which the weights between steps were perturbed, and versions of the weights since
+        # then; None if they are not known, because a state was loaded.
+        self._point: tuple[list[BucketGrads], list[int]] | None = None
         self._ref = ref(self)
 
     def begin_step(self) -> None:
@@ -83,6 +72,8 @@ class ParamTracker:
 
         Raises RuntimeError if another engine is, over some of the same parameters: one of them would lose its update.
         """
+        if torch.compiler.is_compiling():
+            return
         if _engines_in_step and (len(_engines_in_step) > 1 or self._ref not in _engines_in_step):
             param_ids = set(map(id, parameters_of(self.base.param_groups)))
             for reference in _engines_in_step - {self._ref}:
@@ -178,18 +169,17 @@ class ParamTracker:
         self._release(params)
         device = params[0].device if params else torch.device("cpu")
         rule = rule_of(self.base)
+        coefficients = self.variant_step.coefficients if self.variant_step.combines else None
         is_reversed = self.variant.one_pass_direction is OnePassDirection.MOMENTUM
         rho_fn = self.variant.rho_fn
-        scalars = HParamTensor(rule, groups, device, self._coefficients, self.max_grad_norm, is_reversed, rho_fn)
+        scalars = HParamTensor(rule, groups, device, coefficients, self.max_grad_norm, is_reversed, rho_fn)
         check_base(self.variant, self.base, groups)
         weights = {**self._carried_weights, **self.copy_weights()}
         uninitialized_params = self._without_buffers(params, weights)
         buckets = self._make_buckets(uninitialized_params, scalars)
         for bucket in buckets:
-            if self.variant.state is not VariantState.NONE:
-                dtype = bucket.compute if self.variant.state is VariantState.DIRECTION else bucket.dtype
-                bucket.arena.field(VARIANT_STATE, dtype)  # a part of the state from the first step on
-            load_saved_weights(bucket, weights, self.weight_state is not WeightState.ORIGINAL)
+            self.variant_step.add_state(bucket)
+            bucket.load_weights(weights, self.weight_state is not WeightState.ORIGINAL)
         updates = [FusedUpdate(bucket, rule) for bucket in buckets] if rule else []
         for update in updates:
             update.adopt(scalars.specs, self.base.state)
@@ -200,7 +190,7 @@ class ParamTracker:
         table = TensorTable(groups, buckets, uninitialized_params, self._table)
         # From here on nothing can fail.
         self.rule, self._hparams, self.buckets, self._updates = rule, scalars, buckets, updates
-        self._table, self._carried_weights = table, {}
+        self._table, self._carried_weights, self._point = table, {}, None
         self.has_sharded_params = any(bucket.shard_groups for bucket in buckets)
         members = [p for bucket in buckets for p in bucket.params] if any(b.has_dtensors for b in buckets) else []
         self._fsdp_modules = fsdp_modules_of(members)
@@ -256,47 +246,20 @@ class ParamTracker:
         """Return copies of master weights and, while perturbed, of the unperturbed weights."""
         if self._table is None:
             return self._carried_weights
-        return saved_weights(self.buckets, self.weight_state is not WeightState.ORIGINAL)
+        is_perturbed = self.weight_state is not WeightState.ORIGINAL
+        return {p: copies for bucket in self.buckets for p, copies in bucket.copy_weights(is_perturbed).items()}
 
-    def load(self, weights: Weights, is_perturbed: bool, uninitialized_numbers: Sequence[int] | None) -> None:
-        """Take over saved weights, with the state and the groups of `base`. Buffers are made at the next step.
-
-        `is_perturbed` is True if they were saved between the passes. `uninitialized_numbers` are the numbers of the
-        parameters that had no buffers, or None if unknown.
-        """
-        self.weight_state = WeightState.PERTURBED if is_perturbed else WeightState.ORIGINAL
-        if is_perturbed:
+    def load(self, weights: Weights, facts: Mapping[str, Any]) -> None:
+        """Take over saved weights and the entry "fastsam" of a state, after `base` has its state and groups. Buffers
+        are made at the next step."""
+        self.weight_state = WeightState.PERTURBED if facts["perturbed"] else WeightState.ORIGINAL
+        if facts["perturbed"]:
             _engines_in_step.add(self._ref)
-        self._carried_weights, self._table = weights, None
+        self._carried_weights, self._table, self._point = weights, None, None
         self.buckets, self._updates = [], []
-        params = parameters_of(self.base.param_groups)
-        self.uninitialized_params = (
-            None if uninitialized_numbers is None else [params[i] for i in uninitialized_numbers]
-        )
-
-    def pickle(self) -> dict[str, Any]:
-        """Return what a copy or a pickle has of this engine, in addition to the base optimizer."""
-        weights = self.copy_weights()
-        return {
-            "max_grad_norm": self.max_grad_norm,
-            "backend": self.backend,
-            "exclusive": self.exclusive,
-            "in_backward": self.in_backward is not None,
-            "variant": self.variant,
-            "perturbations": self.perturbations.clone(),
-            "perturbed": self.weight_state is not WeightState.ORIGINAL,
-            "saved": [weights.get(p) for p in parameters_of(self.base.param_groups)],
-            "left_out": self.uninitialized_numbers(),
-        }
-
-    def unpickle(self, state: dict[str, Any]) -> None:
-        """Take over the result of `pickle`."""
-        self.in_backward = InBackwardHooks() if state["in_backward"] else None
-        self.set_max_grad_norm(state["max_grad_norm"])
-        self.perturbations = state["perturbations"]
-        params = parameters_of(self.base.param_groups)
-        weights = {p: tensors for p, tensors in zip(params, state["saved"], strict=True) if tensors}
-        self.load(weights, state["perturbed"], state["left_out"])
+        self.perturbations.fill_(facts.get("perturbations", 0))
+        params, numbers = parameters_of(self.base.param_groups), facts.get("left_out")
+        self.uninitialized_params = None if numbers is None else [params[i] for i in numbers]
 
     @torch._disable_dynamo
     def make_state(self) -> None:

@@ -1,10 +1,15 @@
-"""Modules whose running statistics the second pass does not update: `FusedSAM(..., model=...)`."""
+"""The modules of `FusedSAM(..., model=...)`.
+
+The second pass does not update their running statistics. With a variant of one pass their `train()` and `eval()` move
+the weights.
+"""
 
 from __future__ import annotations
 
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -46,6 +51,11 @@ class RunningStatsFreezer:
     def modules(self) -> list[nn.Module]:
         """The modules that still exist."""
         return [module for ref in self._modules if (module := ref()) is not None]
+
+    def follow(self, optimizer: Any) -> None:
+        """Let `train()` and `eval()` of the modules call the methods of a `FusedSAM`, too."""
+        for module in self.modules:
+            object.__setattr__(module, "train", _Train(module, optimizer))
 
     def freeze(self, groups: Groups) -> None:
         """Freeze the statistics, because the second pass begins. Without a model, watch for layers that have some."""
@@ -110,3 +120,28 @@ def _hook_of(reference: weakref.ref[BatchNormWatch]) -> Callable[[nn.Module, Any
             watch.check(module)
 
     return hook
+
+
+class _Train:
+    """Replacement of `module.train`, which `module.eval()` calls too.
+
+    A copy of the module gets the method of its class back.
+    """
+
+    def __init__(self, module: nn.Module, optimizer: Any) -> None:
+        self._module, self._optimizer = weakref.ref(module), weakref.ref(optimizer)
+        self._old_train: Callable[..., Any] | None = module.__dict__.get("train")
+
+    def __call__(self, mode: bool = True) -> nn.Module | None:
+        module, optimizer = self._module(), self._optimizer()
+        if module is not None:
+            (self._old_train or partial(type(module).train, module))(mode)
+            if optimizer is not None and any(one.training for one in optimizer._running_stats.modules):
+                optimizer.train()
+            elif optimizer is not None:
+                optimizer.eval()
+        return module
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        module = self._module()
+        return partial, (nn.Module.train if module is None else type(module).train, module)

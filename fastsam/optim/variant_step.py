@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from fastsam.optim.bucket import G1, NEXT_STATE, VARIANT_STATE, Bucket, BucketGrads
+from fastsam.optim.bucket import G1, GRADIENT, NEXT_STATE, VARIANT_STATE, Bucket, BucketGrads
 from fastsam.optim.hparams import HParamTensor, LossScales
 from fastsam.optim.selection import Selection
 from fastsam.optim.sharded import all_reduced, to_local
-from fastsam.optim.update import Group, UpdateInputs, rule_of
+from fastsam.optim.update import Group, State, UpdateInputs, rule_of
 from fastsam.optim.variants.sam import SAM, OnePassDirection, VariantState
 from fastsam_kernels.constants import CLIP_EPS
 from fastsam_kernels.hparams import HParam
@@ -30,6 +30,7 @@ class VariantStep:
     Methods do not change weights or the optimizer's state; changes are in `UpdateInputs.calls_after`.
 
     Attributes:
+        one_pass: the weights are perturbed between steps, so that a step has one pass.
         perturbs_every_step: there is no step without a perturbation, so steps are not counted.
         needs_g1: the second pass reads the first gradients.
         combines: the update reads more than the last gradient, or keeps something for the next step.
@@ -45,6 +46,8 @@ class VariantStep:
     def __init__(self, variant: SAM) -> None:
         self.coefficients, self.unperturbed_coefficients = variant.coefficients, variant.unperturbed_coefficients
         self.state, self.choose, self.base_state = variant.state, variant.direction, variant.base_state
+        self.one_pass = variant.one_pass_direction is not OnePassDirection.NONE
+        self.keeps_gradient = variant.one_pass_direction is OnePassDirection.GRADIENT
         updates_state = variant.state is VariantState.ORTHOGONAL
         if updates_state and self.coefficients.needs_g1:
             raise ValueError(
@@ -52,11 +55,10 @@ class VariantStep:
                 f"{self.coefficients}"
             )
         looks_ahead = bool(self.unperturbed_coefficients.looksam_alpha)
-        has_two_passes = variant.one_pass_direction is OnePassDirection.NONE
-        self.perturbs_every_step = has_two_passes and variant.perturbs_every_step
+        self.perturbs_every_step = not self.one_pass and variant.perturbs_every_step
         self.needs_g1 = self.coefficients.needs_g1 or updates_state
         self._changes_gradient = self.coefficients.needs_g1 or self.coefficients.g2 != 1
-        keeps_vector = self.state in (VariantState.DIRECTION, VariantState.ORTHOGONAL)
+        keeps_vector = self.state is not VariantState.NONE
         self.combines = self._changes_gradient or keeps_vector or looks_ahead
         self.reads_both = self.coefficients.needs_g1 or looks_ahead
         self.needs_norm = variant.rho_fn is not None or variant.norm_degree != 2
@@ -69,6 +71,53 @@ class VariantStep:
         `scale` (None if it is not known)."""
         factor = None if self.unit is None or scale is None else self.unit / scale
         return [(b, part, b.direction_(part, grads, self.choose, factor, self.base_state)) for b, part, grads in calls]
+
+    def add_state(self, bucket: Bucket) -> None:
+        """Add the vector that the variant keeps, which is a part of the state from the first step on."""
+        if self.state is not VariantState.NONE or self.keeps_gradient:
+            dtype = bucket.compute if self.state is VariantState.DIRECTION else bucket.dtype
+            bucket.arena.field(VARIANT_STATE, dtype)
+
+    def next_directions(
+        self, scalars: HParamTensor, buckets: Sequence[Bucket], state: State, has_all_grads: bool
+    ) -> list[BucketGrads]:
+        """Return the vectors along which a variant of one pass perturbs between steps: gradients that
+        `keep_gradients` kept, or the momentum in the base optimizer's `state`.
+
+        `has_all_grads` is True if every parameter had a gradient in the last step.
+        """
+        name = None if self.keeps_gradient or scalars.rule is None else MOMENTA[scalars.rule.name]
+        has_vector = [name is None or name in spec.fields for spec in scalars.specs]
+        is_whole, result = has_all_grads and all(has_vector), []
+        for bucket in buckets:
+            part = bucket.whole
+            if not is_whole:
+                pairs = zip(bucket.params, bucket.groups, strict=True)
+                moves = [p.requires_grad if name is None else has_vector[group] and p in state for p, group in pairs]
+                part = bucket.select(tuple(i for i in part.slots if moves[i]))
+            if name is None:
+                vector = bucket.arena.field(VARIANT_STATE, bucket.dtype)
+            else:
+                vector = bucket.to_param_dtype(bucket.field(name))
+            result.append((bucket, part, part.field_views(vector)))
+        return result
+
+    def keep_gradients(self, calls: Sequence[BucketGrads], found_inf: Tensor | None) -> list[partial[Any]]:
+        """Return the calls that keep the gradients of a step for the next perturbation, and zeros for parameters
+        without one; nothing is kept if `found_inf` is not 0."""
+        if not self.keeps_gradient or not any(grads for _, _, grads in calls):
+            return []
+        calls_after = []
+        for bucket, part, grads in calls:
+            state = bucket.arena.field(VARIANT_STATE, bucket.dtype)
+            if found_inf is None and part is bucket.whole:
+                calls_after.append(c_call(torch._foreach_copy_, part.field_views(state), list(grads)))
+                continue
+            field = bucket.fill_(bucket.arena.field(GRADIENT, bucket.dtype), part, grads)
+            if found_inf is not None:
+                torch.where(found_inf == 0, field, state, out=field)
+            calls_after.append(c_call(state.copy_, field))
+        return calls_after
 
     def combine(
         self,

@@ -7,7 +7,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from fastsam.optim.variants.sam import SAM, OnePassDirection, VariantState, check_one_pass
+from fastsam.optim.variants.sam import SAM, OnePassDirection, check_one_pass
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,6 @@ class LastGradient(SAM):
     use.
     """
 
-    state: ClassVar[VariantState] = VariantState.GRADIENT
     one_pass_direction: ClassVar[OnePassDirection] = OnePassDirection.GRADIENT
 
     def __post_init__(self) -> None:

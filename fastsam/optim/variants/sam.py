@@ -31,14 +31,13 @@ class OnePassDirection(Enum):
 
     NONE = "none: the perturbation takes a separate pass"
     MOMENTUM = "against the base optimizer's momentum"
-    GRADIENT = "along the gradient of the step before"
+    GRADIENT = "along the gradient of the step before, which the variant keeps in the gradients' dtype"
 
 
 class VariantState(Enum):
-    """The vector that a variant keeps from step to step, if any."""
+    """The vector that a variant of two passes keeps from step to step, if any."""
 
     NONE = "none"
-    GRADIENT = "the gradient of the last step that was made; in the dtype of the gradients"
     DIRECTION = "the vector from which `direction` makes the next one; in the dtype of the arithmetic, zeros at first"
     ORTHOGONAL = (
         "the part of g2 that is orthogonal to g1, of the last step that perturbed; in the dtype of the gradients"
