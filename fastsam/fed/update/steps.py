@@ -181,7 +181,8 @@ class Step(NamedOptions):
         rows.begin(self, w, lr)
 
     def __call__(self, rows: Rows, passes: Passes) -> Tensor:
-        """Take a step of n clients, and return their losses `[n]` at the unperturbed weights, or at the first pass."""
+        """Take a step of n clients, and return their losses `[n]` at the unperturbed weights, or at the first pass, in
+        memory that later steps do not write."""
         losses, g = passes()
         rows.update(g)
         return losses
