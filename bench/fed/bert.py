@@ -70,12 +70,8 @@ def clients(workload: Workload) -> list[Batch]:
 
 
 def train(workload: Workload, rounds: int, tick: Callable[[], None], option: str) -> nn.Module:
-    """Train and return the model. `option` is "bare", "captured", "jax", an executor, or "plain-" and an executor."""
+    """Train and return the model. `option` is "bare", "captured", or an executor, or "plain-" and an executor."""
     model, data = make_model(workload), clients(workload)
-    if option == "jax":
-        from bench.fed import jax_bert
-
-        return jax_bert.train(model, data, workload, rounds, tick)
     if option in ("bare", "captured"):
         return bare(model, data, workload, rounds, tick, Captured if option == "captured" else Bare)
     if option.startswith("plain-"):

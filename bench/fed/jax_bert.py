@@ -16,7 +16,8 @@ import torch
 from jax import lax
 from torch import Tensor, nn
 
-from bench.fed.bert import HEAD, LR, RANK, shape
+from bench.fed import bert
+from bench.fed.bert import HEAD, LR, RANK
 from bench.fed.jax_round import Data, Parameters, gradient_of, make_round, mean_loss
 from bench.fed.workload import Workload
 
@@ -25,13 +26,11 @@ EPS = 1e-12  # of LayerNorm in transformers
 BETAS, DECAY, ADAM_EPS = (0.9, 0.999), 1e-2, 1e-8  # torch's defaults of AdamW
 
 
-def train(
-    model: nn.Module, data: Sequence[dict[str, Tensor]], workload: Workload, rounds: int, tick: Callable[[], None]
-) -> nn.Module:
-    """Train `model` and return it."""
+def train(workload: Workload, rounds: int, tick: Callable[[], None], option: str) -> nn.Module:
+    """Train and return the model. `option` is not used."""
+    model, data = bert.make_model(workload), bert.clients(workload)
     w, frozen = (weights_of(model, is_trained) for is_trained in (True, False))
-    size = shape(workload)[0]
-    samples, run = samples_of(data, size), make_bert_round(workload)
+    samples, run = samples_of(data, bert.shape(workload)[0]), make_bert_round(workload)
     key = jax.random.key(0)
     with jax.default_matmul_precision("float32"):
         for number in range(rounds):
@@ -88,7 +87,7 @@ def make_bert_round(workload: Workload) -> Callable[..., Parameters]:
         zeros = jax.tree.map(jnp.zeros_like, w)
         return w, zeros, zeros, 0.0
 
-    return make_round(workload, step, begin, shape(workload)[0])
+    return make_round(workload, step, begin, bert.shape(workload)[0])
 
 
 def loss(frozen: Parameters, w: Parameters, x: Any, y: Any, weights: Any) -> Any:

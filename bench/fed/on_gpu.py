@@ -5,6 +5,7 @@ row. The process prints each result as it is measured, and names the results tha
 steady rounds (bench/fed/steady.py).
 """
 
+import importlib
 import importlib.util
 import sys
 import time
@@ -87,14 +88,13 @@ def table8(device: str, executor: str) -> Iterator[Item]:
 
 def transformers(device: str, executor: str) -> Iterator[Item]:
     """Yield rounds of clients with a BERT with adapters (bench/fed/bert.py), equal and unequal, along `CURVES`."""
-    from bench.fed import bert
-
-    option = {BARE: "bare", CAPTURED: "captured", JAX: "jax"}.get(executor, executor)
+    module = importlib.import_module(f"bench.fed.{'jax_bert' if executor == JAX else 'bert'}")
+    option = {BARE: "bare", CAPTURED: "captured"}.get(executor, executor)
     known: dict[Workload, Figures] = {}
 
     def train(load: Workload, tick: Tick) -> None:
         with repeatable(torch.device(device)):
-            bert.train(load, MAX_ROUNDS, tick, option)
+            module.train(load, MAX_ROUNDS, tick, option)
 
     def time_once(load: Workload, seconds: float) -> Figures:
         if load not in known:
