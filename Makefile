@@ -237,6 +237,7 @@ $(PEERS)/integrations/.ready: constraints.txt pyproject.toml
 	  torch 'setuptools>=77' ninja
 	$(call install_beside,$(PEERS)/integrations,[integrations$(COMMA)test])
 	@$(PEERS)/integrations/bin/python -m pip install $(QUIET) --no-deps -c $(VENV)/constraints.txt timm torchvision
+	@$(PEERS)/integrations/bin/python -m pip install $(QUIET) -c $(VENV)/constraints.txt jax # a contender of BERT's rows
 	@touch $@
 
 test-integrations: $(VENV)/.has-fastsam $(PEERS)/integrations/.ready ## FusedSAM in other people's trainers

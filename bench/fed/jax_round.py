@@ -5,7 +5,7 @@ unrolled, because XLA's convolutions take five times as long inside a loop. Clie
 largest, and padded samples have the weight 0. JAX is imported only here.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -25,11 +25,12 @@ _DENSE, _SIDES = "7.weight", (5, 5)
 
 def train(workload: Workload, rounds: int, tick: Callable[[], None], option: str) -> nn.Module:
     """Train and return the model. `option` is not used."""
-    model, data = workload.make_model(), Data(workload)
+    model, data = workload.make_model(), Data(workload.data(), BATCH)
     w = {name: jnp.asarray(to_jax(name, p.detach().cpu().numpy())) for name, p in model.named_parameters()}
-    run, key = make_round(workload), jax.random.key(0)
+    run, key = make_sgd_round(workload), jax.random.key(0)
+    x = jnp.moveaxis(data.x, 2, -1) if data.x.ndim == 5 else data.x
     for number in range(rounds):
-        w = jax.block_until_ready(run(w, data.x, data.y, data.sizes, jax.random.fold_in(key, number)))
+        w = jax.block_until_ready(run(None, w, x, data.y, data.sizes, jax.random.fold_in(key, number)))
         tick()
     arrays = {name: to_torch(name, np.asarray(value)) for name, value in w.items()}
     model.load_state_dict({name: torch.from_numpy(np.array(value)) for name, value in arrays.items()})
@@ -40,55 +41,84 @@ class Data:
     """The samples of all clients, padded to whole batches of the largest client.
 
     Attributes:
-        x: float32 `[clients, samples, *shape]`, channels last.
+        x: inputs `[clients, samples, *shape]`.
         y: int64 labels `[clients, samples]`.
         sizes: number of samples of each client.
     """
 
-    def __init__(self, workload: Workload) -> None:
-        pairs = workload.data()
+    def __init__(self, pairs: Sequence[tuple[np.ndarray, np.ndarray]], batch_size: int) -> None:
         self.sizes = jnp.asarray([len(y) for _, y in pairs])
-        length = -(-max(len(y) for _, y in pairs) // BATCH) * BATCH
-        pad = [(0, 0)] * len(workload.shape)
-        x = np.stack([np.pad(x, [(0, length - len(y)), *pad]) for x, y in pairs])
-        self.x = jnp.asarray(np.moveaxis(x, 2, -1) if len(workload.shape) == 3 else x)
-        self.y = jnp.asarray(np.stack([np.pad(y, (0, length - len(y))) for _, y in pairs]))
+        length = -(-max(len(y) for _, y in pairs) // batch_size) * batch_size
+        self.x, self.y = (
+            jnp.asarray(np.stack([np.pad(a, [(0, length - len(a)), *[(0, 0)] * (a.ndim - 1)]) for a in arrays]))
+            for arrays in zip(*pairs, strict=True)
+        )
 
 
-def make_round(workload: Workload) -> Callable[..., Parameters]:
-    """Return the compiled function of a round: of weights, samples, sizes and a random key."""
+def make_sgd_round(workload: Workload) -> Callable[..., Parameters]:
+    """Return the compiled function of a round of SGD with the MLP or the CNN. See `make_round`."""
+    gradient = gradient_of(workload.algorithm, partial(loss, workload.model.partition(":")[0]))
+
+    def step(frozen: None, state: tuple[Parameters], batch: Any) -> tuple[tuple[Parameters], None]:
+        (w,) = state
+        return (jax.tree.map(lambda a, b: a - workload.lr * b, w, gradient(w, *batch)),), None
+
     unroll = jax.default_backend() == "cpu" and len(workload.shape) == 3
-    gradient = jax.grad(partial(loss, workload.model.partition(":")[0]))
+    return make_round(workload, step, lambda w: (w,), BATCH, unroll)
 
-    def step(w: Parameters, batch: Any) -> tuple[Parameters, None]:
+
+def gradient_of(algorithm: str, loss: Callable[..., Any]) -> Callable[..., Parameters]:
+    """Return the gradient of the loss of weights and a batch, for FedSAM at the perturbed weights."""
+    gradient = jax.grad(loss)
+
+    def of_sam(w: Parameters, *batch: Any) -> Parameters:
         g = gradient(w, *batch)
-        if workload.algorithm == "fedsam":
-            norm = jnp.sqrt(sum(jnp.vdot(a, a) for a in jax.tree.leaves(g)))
-            g = gradient(jax.tree.map(lambda a, b: a + RHO / (norm + 1e-12) * b, w, g), *batch)
-        return jax.tree.map(lambda a, b: a - workload.lr * b, w, g), None
+        norm = jnp.sqrt(sum(jnp.vdot(a, a) for a in jax.tree.leaves(g)))
+        return gradient(jax.tree.map(lambda a, b: a + RHO / (norm + 1e-12) * b, w, g), *batch)
 
-    def client(w: Parameters, x: Any, y: Any, size: Any, key: Any) -> Parameters:
+    return of_sam if algorithm == "fedsam" else gradient
+
+
+def make_round(
+    workload: Workload, step: Callable[..., Any], begin: Callable[[Parameters], Any], batch_size: int,
+    unroll: bool = False,
+) -> Callable[..., Parameters]:  # fmt: skip
+    """Return the compiled function of a round: of frozen and trained weights, samples, sizes and a random key.
+
+    Args:
+        workload: the clients of a round.
+        step: function of frozen weights, the state of a client and a batch. It returns the new state and None.
+        begin: function of the global weights. It returns the state at the start, whose first part are the weights.
+        batch_size: number of samples in a batch.
+        unroll: whether the steps are unrolled.
+    """
+
+    def client(frozen: Any, w: Parameters, x: Any, y: Any, size: Any, key: Any) -> Parameters:
         places = jnp.arange(len(y))
         order = jnp.argsort(jnp.where(places < size, jax.random.uniform(key, (len(y),)), 2.0))  # padding comes last
         batches = (x[order], y[order], (places < size).astype(jnp.float32))
-        steps = jax.tree.map(lambda a: a.reshape(-1, BATCH, *a.shape[1:]), batches)
-        return lax.scan(step, w, steps, unroll=unroll)[0]
+        steps = jax.tree.map(lambda a: a.reshape(-1, batch_size, *a.shape[1:]), batches)
+        return lax.scan(partial(step, frozen), begin(w), steps, unroll=unroll)[0][0]
 
     @jax.jit
-    def run(w: Parameters, x: Any, y: Any, sizes: Any, key: Any) -> Parameters:
+    def run(frozen: Any, w: Parameters, x: Any, y: Any, sizes: Any, key: Any) -> Parameters:
         choice, order = jax.random.split(key)
         ids = jax.random.choice(choice, workload.clients, (workload.cohort,), replace=False)
         samples = x[ids], y[ids], sizes[ids], jax.random.split(order, workload.cohort)
-        results = jax.vmap(client, (None, 0, 0, 0, 0))(w, *samples)
+        results = jax.vmap(client, (None, None, 0, 0, 0, 0))(frozen, w, *samples)
         return jax.tree.map(lambda a: a.mean(0), results)
 
     return run
 
 
 def loss(model: str, w: Parameters, x: Any, y: Any, weights: Any) -> Any:
-    """Return the mean cross-entropy of the samples of a batch whose weight is 1. Without any it is 0."""
-    logits = jax.nn.log_softmax(mlp(w, x) if model == "mlp" else cnn(w, x))
-    losses = -jnp.take_along_axis(logits, y[:, None], 1)[:, 0]
+    """Return the mean cross-entropy of the samples of a batch whose weight is 1."""
+    return mean_loss(mlp(w, x) if model == "mlp" else cnn(w, x), y, weights)
+
+
+def mean_loss(logits: Any, y: Any, weights: Any) -> Any:
+    """Return the mean cross-entropy of the samples whose weight is 1. Without any it is 0."""
+    losses = -jnp.take_along_axis(jax.nn.log_softmax(logits), y[:, None], 1)[:, 0]
     return (losses * weights).sum() / jnp.maximum(weights.sum(), 1)
 
 

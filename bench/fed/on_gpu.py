@@ -5,6 +5,7 @@ row. The process prints each result as it is measured, and names the results tha
 steady rounds (bench/fed/steady.py).
 """
 
+import importlib
 import importlib.util
 import sys
 import time
@@ -87,14 +88,13 @@ def table8(device: str, executor: str) -> Iterator[Item]:
 
 def transformers(device: str, executor: str) -> Iterator[Item]:
     """Yield rounds of clients with a BERT with adapters (bench/fed/bert.py), equal and unequal, along `CURVES`."""
-    from bench.fed import bert
-
+    module = importlib.import_module(f"bench.fed.{'jax_bert' if executor == JAX else 'bert'}")
     option = {BARE: "bare", CAPTURED: "captured"}.get(executor, executor)
     known: dict[Workload, Figures] = {}
 
     def train(load: Workload, tick: Tick) -> None:
         with repeatable(torch.device(device)):
-            bert.train(load, MAX_ROUNDS, tick, option)
+            module.train(load, MAX_ROUNDS, tick, option)
 
     def time_once(load: Workload, seconds: float) -> Figures:
         if load not in known:
@@ -124,7 +124,7 @@ def jobs(device: str) -> dict[str, Callable[[], Iterator[Item]]]:
     table: dict[str, Callable[[], Iterator[Item]]] = {f"{m} {e}": partial(by_clients, device, m, e) for m, e in pairs}
     table |= {f"table 8 {e}": partial(table8, device, e) for e in (BARE, *executors)}
     if all(map(importlib.util.find_spec, ("transformers", "peft"))):
-        contenders = (BARE, CAPTURED, *executors) if device == "cuda" else (BARE, *executors)
+        contenders = [*others, *executors] + [CAPTURED] * (device == "cuda")
         table |= {f"transformers {e}": partial(transformers, device, e) for e in contenders}
     return table
 
@@ -148,6 +148,9 @@ def measure(items: Iterator[Item], end: float) -> Iterator[dict[str, Any]]:
                 row |= work(min(seconds_left - 1, SHARE * seconds_left / (len(queue) - number)))
             except Exception as error:
                 row["problem"] = f"{type(error).__name__}: {error}"
+        if executor == JAX and "seconds" in row:
+            compiled = f"without XLA's compilation: the first round ended after {row['first']:.1f} s"
+            row["note"] = ": ".join(filter(None, (row.get("note"), compiled)))
         yield {"part": part, "name": title, "title": title, "rows": [row]}
 
 

@@ -1,13 +1,12 @@
 """Stacked clients on a GPU: a step waits for nothing, and every pass is replayed with the numbers of `sequential`."""
 
-from collections.abc import Callable, Sequence
+import itertools
 
 import pytest
 import torch
 from pytest import LogCaptureFixture, MonkeyPatch
-from torch import Tensor, nn
+from torch import Tensor
 
-from bench.fed.workload import Workload
 from fastsam import fed
 from fastsam.fed.executors import cuda
 from fastsam.fed.executors.cuda import Captures, Cuda
@@ -15,11 +14,10 @@ from fastsam.fed.executors.rowprograms.row_steps import RowSteps
 from fastsam.fed.executors.vmap import Vmap
 from fastsam_kernels import native
 from tests.helpers import oracle
-from tests.helpers.attending import Reader, texts
 from tests.helpers.emulated_rows import classifier
+from tests.helpers.fed_runs import vector
 from tests.helpers.gpu_step import DEVICE
-
-Samples = tuple[Tensor, Tensor]
+from tests.promises.stacked_cases import CASES, SERVED, SIZES
 
 
 def test_no_step_of_stacked_clients_waits_for_the_device(monkeypatch: MonkeyPatch) -> None:
@@ -62,63 +60,30 @@ def test_row_programs_agree_with_the_cpus(
             device=device, executor="vmap", momentum=0.5, lr=0.05,
         )  # fmt: skip
         assert (len(calls) > old_count) is (fits or device == "cpu")
-        weights.append(torch.cat([p.detach().flatten().cpu() for p in result.model.parameters()]))
+        weights.append(vector(result.model).cpu())
     assert torch.allclose(*weights, rtol=1e-4, atol=1e-5)
 
 
-SIZES = {"equal": (12, 12, 12), "unequal": (12, 9, 6)}
-TOLERANCE = {None: 1e-3, "bf16": 0.05}  # relative errors of the change of the weights; convolutions are rounded to TF32
+# Each case has one dtype and one kind of sizes. Errors are relative to the change of the weights.
+KINDS = {
+    "float32": (torch.float32, 1e-4, SIZES),
+    "bfloat16": (torch.bfloat16, 0.1, SIZES),
+    "equal": (torch.float32, 1e-4, (12, 12, 12)),
+}
 
 
-def check_against_sequential(
-    make_model: Callable[[], nn.Module], clients: Sequence[Samples], precision: str | None, caplog: LogCaptureFixture
+@pytest.mark.parametrize(("name", "kind"), list(zip(SERVED, itertools.cycle(KINDS))))
+def test_clients_in_a_group_have_the_numbers_of_a_client_by_itself(
+    name: str, kind: str, caplog: LogCaptureFixture, monkeypatch: MonkeyPatch
 ) -> None:
-    """Compare the change of the weights. No pass may run through the model's Python code for want of a recording."""
-    start, changes = torch.cat([p.detach().flatten() for p in make_model().parameters()]), []
-    for executor in ("sequential", "vmap"):
-        result = fed.run(
-            make_model(), clients, fed.FedSAM(rho=0.05), rounds=5, batch_size=4, lr=0.05, participation=1.0, slots=3,
-            device=DEVICE, executor=executor, precision=precision,
-        )  # fmt: skip
-        changes.append(torch.cat([p.detach().flatten().cpu() for p in result.model.parameters()]) - start)
-    assert float((changes[1] - changes[0]).norm()) <= TOLERANCE[precision] * float(changes[0].norm())
-    assert "not replayed" not in caplog.text
+    """cuDNN would round convolutions of one row to TF32 in another way than grouped ones."""
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
+    dtype, tolerance, sizes = KINDS[kind]
+    CASES[name].compare(dtype, 3, tolerance, sizes, device=DEVICE)
+    assert "not replayed" not in caplog.text or CASES[name].kind == "once per client"
 
 
-@pytest.mark.parametrize("sizes", SIZES)
-@pytest.mark.parametrize("precision", TOLERANCE)
-@pytest.mark.parametrize(("is_masked", "length"), [(False, 32), (True, 32), (True, 19)])
-def test_attention(is_masked: bool, length: int, precision: str | None, sizes: str, caplog: LogCaptureFixture) -> None:
-    """torch chooses its kernel by dtype and mask. The rows of a mask of 19 words are not aligned."""
-    check_against_sequential(lambda: Reader(is_masked), texts(SIZES[sizes], length), precision, caplog)
-
-
-@pytest.mark.parametrize("sizes", SIZES)
-def test_convolutions(sizes: str, caplog: LogCaptureFixture) -> None:
-    """cuDNN rounds the convolutions of one row in another way than grouped ones."""
-    load = Workload("cnn", clients=3, cohort=3)
-    clients = [(x[:n], y[:n]) for (x, y), n in zip(load.tensors(), SIZES[sizes], strict=True)]
-    check_against_sequential(load.make_model, clients, None, caplog)
-
-
-class Dropping(nn.Module):
-    """A reader whose attention and features have dropout."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        layer = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.2, batch_first=True)
-        self.words, self.inner, self.head = nn.Embedding(11, 16), nn.TransformerEncoder(layer, 1), nn.Linear(16, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        result: Tensor = self.head(self.inner(self.words(x)).mean(1))
-        return result
-
-
-MODELS = {"attention": lambda: Reader(is_masked=True), "dropout": Dropping}
-
-
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", ["attention, padding", "dropout: transformer"])
 def test_steps_of_unequal_clients_are_captured(name: str, monkeypatch: MonkeyPatch) -> None:
     """Runs with captures and without them have the same weights, and round 3 captures nothing."""
     captured, rounds, ends, capture = list[int](), [1], list[Tensor](), Captures.capture
@@ -131,24 +96,11 @@ def test_steps_of_unequal_clients_are_captured(name: str, monkeypatch: MonkeyPat
     for limit in (cuda.MAX_GRAPHS, 0):
         monkeypatch.setattr(cuda, "MAX_GRAPHS", limit)
         rounds[0] = 1
-        result = fed.run(
-            MODELS[name](), texts((15, 12, 10, 7, 3), 8), fed.FedSAM(rho=0.05), rounds=5, batch_size=4, lr=0.05,
-            participation=1.0, slots=5, device=DEVICE, executor="vmap",
-            progress=lambda record: rounds.__setitem__(0, rounds[0] + 1),
+        result = CASES[name].train(
+            "vmap", clients=CASES[name].clients(torch.float32, (15, 12, 10, 7, 3)), rounds=5, lr=0.05, slots=5,
+            device=DEVICE, progress=lambda record: rounds.__setitem__(0, rounds[0] + 1),
         )  # fmt: skip
-        ends.append(torch.cat([p.detach().flatten().cpu() for p in result.model.parameters()]))
+        ends.append(vector(result.model).cpu())
         if limit:
             assert captured and max(captured) <= 2, captured
     torch.testing.assert_close(*ends, rtol=1e-5, atol=1e-6)
-
-
-def test_a_client_drops_the_same_alone_and_in_a_group(caplog: LogCaptureFixture) -> None:
-    start, changes = torch.cat([p.detach().flatten() for p in Dropping().parameters()]), []
-    for slots in (1, 4):
-        result = fed.run(
-            Dropping(), texts((12, 9, 6, 12), 8), fed.FedSAM(rho=0.05), rounds=4, batch_size=4, lr=0.05,
-            participation=1.0, slots=slots, device=DEVICE, executor="vmap",
-        )  # fmt: skip
-        changes.append(torch.cat([p.detach().flatten().cpu() for p in result.model.parameters()]) - start)
-    assert float((changes[1] - changes[0]).norm()) <= 1e-2 * float(changes[0].norm())
-    assert "not replayed" not in caplog.text

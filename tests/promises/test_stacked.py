@@ -9,14 +9,12 @@ import torch
 
 from fastsam import fed
 from tests.helpers.crosses import one_in
-from tests.helpers.fed_runs import vector
 from tests.helpers.places import ROOT
 from tests.promises import cases
-from tests.promises.stacked_cases import CASES, LAYERS, LOOKUPS, Case
+from tests.promises.stacked_cases import CASES, LAYERS, LOOKUPS, SERVED
 
 # Errors relative to the change of the weights. In bfloat16 a group may round in another way than one client.
 TOLERANCES = {torch.float64: 1e-13, torch.float32: 1e-5, torch.bfloat16: 0.1}
-SERVED = [name for name, case in CASES.items() if case.kind != "refused"]
 REFUSED = [name for name, case in CASES.items() if case.kind == "refused"]
 
 
@@ -26,25 +24,12 @@ METHODS = [name for name in cases.METHODS if not name.startswith(cases.NOT_STACK
 FORMS = ("fedavg", "fedsam", "fedsmoo", "fedlesam", "scaffold")  # one for each form of a step; the others are slow
 
 
-def compare(case: Case, dtype: torch.dtype, slots: int) -> None:
-    """Compare a group with one client at a time. `sequential` draws other numbers for dropout than `vmap`."""
-    together = case.train("vmap", dtype, slots=slots)
-    alone = case.train("vmap", dtype, slots=1) if case.draws else case.train("sequential", dtype)
-    start = vector(case.model_of(dtype)).double()
-    change = vector(alone.model).double() - start
-    assert change.norm() > 1e-3
-    assert (vector(together.model).double() - start - change).norm() < TOLERANCES[dtype] * change.norm()
-    for a, b in zip(together.history, alone.history, strict=True):
-        assert all(a[key] == b[key] for key in ("steps", "backprops", "clients"))
-        assert a["train_loss"] == pytest.approx(b["train_loss"], rel=TOLERANCES[dtype])
-
-
 @pytest.mark.parametrize(("name", "dtype"), one_in(3, SERVED, TOLERANCES), ids=str)
 def test_clients_in_a_group_have_the_numbers_of_a_client_by_itself(
     name: str, dtype: torch.dtype, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level("INFO", "fastsam.fed"):
-        compare(CASES[name], dtype, slots=3)
+        CASES[name].compare(dtype, 3, TOLERANCES[dtype])
     assert ("not replayed" in caplog.text) == ((name, dtype) == NOT_REPLAYED)
     assert ("once per client" in caplog.text) == (CASES[name].kind == "once per client")
 
@@ -53,12 +38,14 @@ def test_clients_in_a_group_have_the_numbers_of_a_client_by_itself(
 def test_clients_of_every_algorithm(method: str) -> None:
     """Partial participation, and rows of clients that are refilled and are not neighbours."""
     options = {"participation": 0.8, "momentum": 0.3, "weight_decay": 0.01, "clip_norm": 0.05, "local_epochs": 2}
-    compare(replace(SMALL, options=options | {"algorithm": cases.make_algorithm(method)}), torch.float64, slots=3)
+    case = replace(SMALL, options=options | {"algorithm": cases.make_algorithm(method)})
+    case.compare(torch.float64, 3, TOLERANCES[torch.float64])
 
 
 @pytest.mark.parametrize(("slots", "method"), [(2, "fedavg"), (7, "fedsmoo"), (64, "fedlesam-d")])
 def test_any_number_of_slots(slots: int, method: str) -> None:
-    compare(replace(SMALL, options={"algorithm": cases.make_algorithm(method)}), torch.float32, slots)
+    case = replace(SMALL, options={"algorithm": cases.make_algorithm(method)})
+    case.compare(torch.float32, slots, TOLERANCES[torch.float32])
 
 
 @pytest.mark.parametrize("name", REFUSED)

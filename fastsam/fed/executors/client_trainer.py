@@ -56,8 +56,8 @@ class ClientTrainer:
     left them; a parameter without a gradient in a pass is left out of the calls that use it. Nothing in a step waits
     for the device.
 
-    Use: `open(task, ...)`, `next_step` for each of `batches` in the context `client_errors`, then `close()`. A loop of
-    the algorithm uses a row through `fastsam.fed.executors.client.Client`.
+    Use: `open(task, ...)`, `next_step` (or `run_step` and later `add_loss`) for each of `batches` in the context
+    `client_errors`, then `close()`. A loop of the algorithm uses a row through `fastsam.fed.executors.client.Client`.
 
     Attributes:
         k: number of steps taken.
@@ -215,9 +215,12 @@ class ClientTrainer:
         if batch is None:
             raise ValueError(ONLY_IN_STEP)
         self._is_first_pass = False
-        run = self._run_changing if self._changes_model else self.run_pass
-        loss, gradients = run(*batch, objective, operands, is_first=is_first)
-        return loss.view(1), gradients
+        x, y = batch
+        if self._changes_model:
+            loss, gradients = self._run_changing(x, y, objective, operands, is_first)
+        else:
+            loss, gradients = self.run_pass(x, y, objective, operands)
+        return loss[None], gradients
 
     def _run_changing(
         self, x: Any, y: Any, objective: Objective | None, operands: Sequence[Tensor], is_first: bool
@@ -285,7 +288,6 @@ class ClientTrainer:
         y: Any,
         objective: Objective | None = None,
         operands: Sequence[Tensor] = (),
-        is_first: bool = True,
     ) -> tuple[Tensor, Gradients]:
         """Run a forward and backward pass of step `k`: of the loss, or of `objective` if it is given."""
         self.backward_passes += 1

@@ -106,7 +106,7 @@ class ModelPasses:
 
     def _gradients(self) -> Gradients:
         parameters = self.replica.parameters
-        present = [p.grad for p in parameters if p.grad is not None]
+        present = [g for p in parameters if (g := p.grad) is not None]
         slots = self._all_slots
         if len(present) < len(parameters):
             slots = tuple(i for i, p in enumerate(parameters) if p.grad is not None)

@@ -28,11 +28,14 @@ def train(
     row.open(task, start, buffers)
     if task.loop is not None:
         return run_loop(row, task.loop, stop_requested)
+    losses = []  # added up after the steps, because between them an addition takes three times as long
     with row.client_errors:
         for batch in row.batches:
             if stop_requested is not None and stop_requested():
                 raise StopClient
-            row.next_step(*batch, row.batch_sizes[row.k])
+            losses.append(row.run_step(*batch))
+    for loss, size in zip(losses, row.batch_sizes, strict=True):
+        row.add_loss(loss, size)
     return row.close()
 
 

@@ -1,15 +1,14 @@
 """The calls of a user's algorithm: returned values are checked, and each error says what was expected.
 
-In the first round of a run three things are checked once: rows of several clients are the rows of single clients,
-padding is zero, and no argument is written into.
+In the trial and in round 1 no call may write into its arguments, padding must be zero, and once for `local_step` and
+once for `finish` the rows of several clients are compared with the row of one client.
 """
 
 from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Mapping, Sequence
-from dataclasses import is_dataclass
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,14 +17,13 @@ from torch import Tensor
 from fastsam.fed.algorithms.base import Aggregate, Algorithm, Round, State, Upload
 from fastsam.fed.executors.client import Client
 from fastsam.fed.loop.client_state import StateRows
-from fastsam.fed.loop.contract import AlgorithmError, Contract, check_initial_state
+from fastsam.fed.loop.contract import AlgorithmError, Contract
 from fastsam.fed.update.parameter_layout import ParameterLayout
 from fastsam.fed.update.results import ClientResults
 from fastsam.fed.update.steps import Step
+from fastsam.fed.update.tensor_checks import check_like, kind_of, tensor_dict
 
 log = logging.getLogger("fastsam.fed")
-_COMPARED = 4  # clients of a call whose rows are compared
-_Guard = tuple[str, Tensor, int]  # a tensor of an argument, with its name and version
 
 
 def contract_of(algorithm: Algorithm) -> Contract:
@@ -39,158 +37,95 @@ class CheckedContract(Contract):
     share a call AlgorithmError."""
 
     checks_steps = True
+    _is_compared = False  # uploads of several clients were compared with the upload of one
 
-    def __init__(self, algorithm: Algorithm) -> None:
-        super().__init__(algorithm)
-        self._guards: list[_Guard] | None = None  # versions of the server's state, from the first call of round 1 on
-        self._copy: Any = None  # makes the calls for single clients, until uploads were compared
-        self._num_new = 0  # clients that begin together, until their steps were compared
-
-    def _begin_round(self, server: State, round: Round) -> None:
-        if self._guards is None and round.index == 0:
-            self._guards, self._copy = _guards_of("server", server), _copy_of(self.algorithm)
+    def call(self, method: str, arguments: Sequence[Any], round: int | None = None, clients: Sequence[int] = ()) -> Any:
+        states = [] if round else [x for x in arguments if isinstance(x, dict)]  # checked in the trial and in round 1
+        versions = Versions(dict(zip(("server", "client"), states, strict=False)))
+        result = super().call(method, arguments, round, clients)
+        versions.check(f"{type(self.algorithm).__name__}.{method}")
+        return result
 
     def init_server(self, w0: Tensor) -> State:
-        return check_server(super().init_server(w0), w0, "init_server")
+        return _checked_server(super().init_server(w0), w0, "init_server")
 
     def init_client(self, server: State, round: Round | None = None, client_ids: Sequence[int] = ()) -> State:
-        if round is None:
-            return check_initial_state(_check_client(super().init_client(server), "init_client"), "init_client")
-        self._begin_round(server, round)
-        self._num_new = len(client_ids)
-        return _check_client(super().init_client(server, round, client_ids), "init_client")
+        state = super().init_client(server, round, client_ids)
+        return tensor_dict(state, "init_client must return a client's state as a dict of tensors")
 
     def local_step(self, server: State, client: State, n: int, round: Round, client_ids: Sequence[int] = ()) -> Step:
-        if client_ids:
-            self._begin_round(server, round)
-        guards = _guards_of("client", client)
         step: object = super().local_step(server, client, n, round, client_ids)
-        if round.index == 0:
-            _check_guards(guards)
         if not isinstance(step, Step):
-            raise ValueError(f"local_step must return a fastsam.fed.Step for all {n} clients, got {_kind(step)}")
+            raise ValueError(f"local_step must return a fastsam.fed.Step for all {n} clients, got {kind_of(step)}")
         step.check(server["w"], n)
-        if self._copy is not None and self._num_new > 1:
-            self._num_new = 0
-            two = {name: x[:1].expand(2, *x.shape[1:]) for name, x in client.items()}
-            joint = self._copy.local_step(server, two, round)
-            _check_rows(self._copy, "local_step", joint, [(server, client, round)], 2)
+        if not client_ids:  # the trial, of a single new client
+            rows = {name: x.expand(2, *x.shape[1:]) for name, x in client.items()}
+            self._compare("local_step", self._call_copy("local_step", server, rows, round), step, 2)
         return step
 
     def train_client(
         self, server: State, state: State, round: Round, client: Client, is_trial: bool = False
     ) -> Mapping[str, Tensor] | None:
         extra = super().train_client(server, state, round, client, is_trial)
-        if extra is not None and not (isinstance(extra, Mapping) and _are_tensors(extra)):
-            raise ValueError(f"train_client must return a dict of tensors, or None, got {_kind(extra)}")
-        return extra
+        return None if extra is None else tensor_dict(extra, "train_client must return a dict of tensors, or None")
 
     def finish_clients(
         self, server: State, states: Sequence[State], client: State, results: ClientResults, round: Round
     ) -> tuple[State, Upload]:
-        self._begin_round(server, round)
-        n, guards, single_calls = len(states), _guards_of("client", client), []
-        if self._copy is not None and n > 1:  # copies, because results may be written into
-            first = enumerate(states[:_COMPARED])
-            single_calls = [(server, StateRows.of([state]).rows, results.take([i]), round) for i, state in first]
-        state, upload = _check_finished(super().finish_clients(server, states, dict(client), results, round), server, n)
-        if self._copy is not None:
-            _check_guards(guards)
+        n, single = len(states), None
+        if round.index == 0 and n > 1 and not self._is_compared:  # before the call, which may write into the results
+            self._is_compared = True
+            single = self._call_copy("finish", server, StateRows.of(states[-1:]).rows, results.take([n - 1]), round)
+        state, upload = _checked_result(super().finish_clients(server, states, dict(client), results, round), server, n)
+        self._compare("finish", (state, upload), single, n)
+        if round.index == 0:
             check_padding({**upload.mean, **upload.sum}, round.layout, "the Upload of finish")
-            _check_rows(self._copy, "finish", (state, upload), single_calls, n)
-        self._copy = None if single_calls else self._copy
         return state, upload
 
     def step_server(self, server: State, aggregate: Aggregate, round: Round) -> State:
-        self._begin_round(server, round)
-        new_state = check_server(super().step_server(server, aggregate, round), server["w"], "step_server")
+        new_state = _checked_server(super().step_server(server, aggregate, round), server["w"], "step_server")
         if round.index == 0:
             check_padding({"w": new_state["w"]}, round.layout, "the state that step_server returns")
-            _check_guards(self._guards or ())
-        self._copy = None
         return new_state
 
+    def _call_copy(self, method: str, *arguments: Any) -> Any:
+        """Call a method of a copy of the algorithm, whose state may change. Return None if it cannot be copied."""
+        try:
+            algorithm = copy.deepcopy(self.algorithm)
+        except Exception as error:
+            name = type(self.algorithm).__name__
+            log.info("%s cannot be copied: rows of its %s are not compared (%s)", name, method, error)
+            return None
+        with torch.random.fork_rng([]):
+            return Contract(algorithm).call(method, arguments, arguments[-1].index)
 
-def check_server(server: object, like: Tensor, method: str) -> State:
-    """Return the server's state. Raises ValueError unless it is a dict of tensors whose "w" is a row like `like`."""
-    if not isinstance(server, dict) or not _are_tensors(server) or "w" not in server:
-        raise ValueError(f"{method} must return a dict of tensors with the global model as 'w', got {_kind(server)}")
-    w = server["w"]
-    if w.shape != like.shape or w.dtype != like.dtype or w.device != like.device:
-        raise ValueError(
-            f"{method} must return 'w' as {like.dtype} {list(like.shape)} on {like.device}, got {w.dtype} "
-            f"{list(w.shape)} on {w.device}"
-        )
-    return server
-
-
-def _check_client(state: object, method: str) -> State:
-    if not isinstance(state, dict) or not _are_tensors(state):
-        raise ValueError(f"{method} must return a client's state as a dict of tensors, got {_kind(state)}")
-    return state
-
-
-def _check_finished(result: object, server: State, n: int) -> tuple[State, Upload]:
-    """Return the clients' state, which may have tensors of `server`, and the Upload for n clients."""
-    if not isinstance(result, tuple) or len(result) != 2 or not isinstance(result[1], Upload):
-        description = f"({', '.join(map(_kind, result))})" if isinstance(result, tuple) else _kind(result)
-        raise ValueError(f"finish must return (client state, Upload), got {description}")
-    state, upload = result
-    for name in ("mean", "sum"):
-        vectors = getattr(upload, name)
-        if not isinstance(vectors, Mapping) or not _are_tensors(vectors):
-            raise ValueError(f"Upload({name}=...) of finish must be a dict of tensors, got {_kind(vectors)}")
-        _check_first_dimension(vectors, n, f"Upload({name}=...) of finish")
-    server_ids = set(map(id, server.values()))
-    private = {name: t for name, t in _check_client(state, "finish").items() if id(t) not in server_ids}
-    _check_first_dimension(private, n, "the state that finish returns")
-    return state, upload
-
-
-def _check_first_dimension(vectors: Mapping[str, Tensor], n: int, label: str) -> None:
-    for name, x in vectors.items():
-        if x.dim() == 0 or len(x) != n:
-            raise ValueError(
-                f"{label} must have a row for each of the {n} clients, [{n}, ...]; got {list(x.shape)} for {name!r}. "
-                f"A value that is the same for all of them becomes rows by x.expand({n}, *x.shape)"
+    def _compare(self, method: str, together: Any, single: Any, n: int) -> None:
+        """Raise AlgorithmError if the result of n clients and the result of the last one by itself differ by more than
+        rounding. Either may be None, if the algorithm cannot be copied."""
+        pairs = zip(_last_row(together, n), _last_row(single, 1), strict=False)
+        if any(_differ(a, b) for a, b in pairs):
+            raise AlgorithmError(
+                f"{type(self.algorithm).__name__}.{method} returns different numbers for {n} clients together and for "
+                "each by itself, so that results would depend on the executor. Each row must come from its own client: "
+                "use delta.norm(dim=1, keepdim=True) in place of delta.norm(), and draw random numbers only from a "
+                "generator whose seed is round.seed"
             )
 
 
-def _are_tensors(state: Mapping[Any, Any]) -> bool:
-    return all(isinstance(t, Tensor) for t in state.values())
+class Versions:
+    """The versions of the tensors of states, which every write changes. `states` has the states by their owners."""
 
+    def __init__(self, states: Mapping[str, State]) -> None:
+        self._tensors = [(f"{who}[{name!r}]", x, x._version) for who, s in states.items() for name, x in s.items()]
 
-def _kind(value: object) -> str:
-    """Return the type of a value, for messages. For a dict the values that are not tensors are named too."""
-    if isinstance(value, dict):
-        bad = [f"{name!r}: {type(t).__name__}" for name, t in value.items() if not isinstance(t, Tensor)]
-        return f"dict with {', '.join(bad[:3])}" if bad else f"dict with {', '.join(map(repr, value)) or 'nothing'}"
-    return type(value).__name__
-
-
-# --- the first round ---
-
-
-def _guards_of(owner: str, state: State) -> list[_Guard]:
-    return [(f"{owner}[{name!r}]", t, t._version) for name, t in state.items()]
-
-
-def _check_guards(guards: Sequence[_Guard]) -> None:
-    for name, tensor, version in guards:
-        if tensor._version != version:
-            raise ValueError(
-                f"a function of the algorithm wrote into {name}, which is shared; it must return a new tensor (x + y "
-                "in place of x += y or x.add_(y))"
-            )
-
-
-def _copy_of(algorithm: Any) -> Any:
-    """Return a copy, whose calls do not change the user's algorithm, or None if it cannot be copied."""
-    try:
-        return copy.deepcopy(algorithm)
-    except Exception as error:
-        log.info("%s cannot be copied: its rows are not compared (%s)", type(algorithm).__name__, error)
-        return None
+    def check(self, writer: str) -> None:
+        """Raise ValueError if a tensor was written."""
+        for name, x, version in self._tensors:
+            if x._version != version:
+                raise ValueError(
+                    f"{writer} wrote into {name}, which is shared; it must return a new tensor (x + y in place of "
+                    "x += y or x.add_(y))"
+                )
 
 
 def check_padding(vectors: Mapping[str, Tensor], layout: ParameterLayout, label: str) -> None:
@@ -210,38 +145,53 @@ def check_padding(vectors: Mapping[str, Tensor], layout: ParameterLayout, label:
             )
 
 
-def _check_rows(algorithm: Any, method: str, joint: Any, single_calls: Sequence[Sequence[Any]], n: int) -> None:
-    """Raise AlgorithmError unless a method gives n clients together (`joint`) the same numbers, to rounding, as each
-    client of `single_calls` by itself."""
-    with torch.random.fork_rng([]):
-        for place, arguments in enumerate(single_calls):
-            alone = getattr(algorithm, method)(*arguments)
-            if any(_differs(a, b) for a, b in zip(_parts(joint, place, n), _parts(alone, 0, 1), strict=False)):
-                raise AlgorithmError(
-                    f"{type(algorithm).__name__}.{method} returns different numbers for {n} clients together and for "
-                    "each by itself, so that results would depend on the executor. Each row must come from its own "
-                    "client: use delta.norm(dim=1, keepdim=True) in place of delta.norm(), and draw random numbers "
-                    "only from a generator whose seed is round.seed"
+def _checked_server(value: object, like: Tensor, method: str) -> State:
+    """Return the server's state. Raises ValueError unless it is a dict of tensors whose "w" is a row like `like`."""
+    expected = f"{method} must return a dict of tensors with the global model as 'w', {kind_of(like)}"
+    server = tensor_dict(value, expected)
+    check_like(server.get("w", server), like, expected)
+    return server
+
+
+def _checked_result(value: object, server: State, n: int) -> tuple[State, Upload]:
+    """Return the clients' state, which may have tensors of `server`, and the Upload for n clients."""
+    if not isinstance(value, tuple) or len(value) != 2 or not isinstance(value[1], Upload):
+        raise ValueError(f"finish must return (client state, Upload), got {kind_of(value)}")
+    state, upload = value
+    for label, vectors in (
+        ("the state that finish returns", state),
+        ("Upload(mean=...) of finish", upload.mean),
+        ("Upload(sum=...) of finish", upload.sum),
+    ):
+        for name, x in tensor_dict(vectors, f"{label} must be a dict of tensors").items():
+            is_shared = vectors is state and any(x is t for t in server.values())
+            if not is_shared and (x.dim() == 0 or len(x) != n):
+                raise ValueError(
+                    f"{label} must have a row for each of the {n} clients, [{n}, ...]; got {list(x.shape)} for "
+                    f"{name!r}. A value that is the same for all of them becomes rows by x.expand({n}, *x.shape)"
                 )
+    return state, upload
 
 
-def _parts(value: Any, place: int, n: int) -> list[Tensor]:
-    """Return the tensors and numbers in `value` that belong to the client at `place` of n."""
+def _last_row(value: Any, n: int) -> Iterator[Tensor]:
+    """Yield the tensors and numbers in a step, a state or an upload that belong to the last of n clients."""
+    if isinstance(value, Step):
+        value = vars(value)
+    elif isinstance(value, Upload):
+        value = (value.mean, value.sum, None if value.weight is None else torch.as_tensor(value.weight))
     if isinstance(value, Tensor):
-        return [value[place] if value.dim() > 0 and len(value) == n else value]
-    if isinstance(value, (int, float)):
-        return [torch.tensor(float(value), dtype=torch.float64)]
-    if isinstance(value, list) and len(value) == n:  # a weight for each client
-        value = value[place : place + 1]
-    inner = vars(value) if is_dataclass(value) else value
-    values = [x for _, x in sorted(inner.items())] if isinstance(inner, Mapping) else inner
-    return [t for x in values for t in _parts(x, place, n)] if isinstance(values, (list, tuple)) else []
+        yield value[-1] if value.dim() > 0 and len(value) == n else value
+    elif isinstance(value, (Mapping, list, tuple)):
+        for x in value.values() if isinstance(value, Mapping) else value:
+            yield from _last_row(x, n)
+    else:
+        yield torch.tensor([value] if isinstance(value, (int, float)) else [], dtype=torch.float64)
 
 
-def _differs(a: Tensor, b: Tensor) -> bool:
-    """Return whether a and b differ by more than rounding; NaN equals NaN."""
+def _differ(a: Tensor, b: Tensor) -> bool:
+    """Return whether a and b differ by more than rounding. Infinite numbers and NaN count as 0."""
     if a.numel() != b.numel() or not a.is_floating_point():
         return False
-    a, b, eps = a.flatten().double(), b.flatten().double(), torch.finfo(a.dtype).eps
-    finite = a.isfinite() & b.isfinite()
-    return bool(torch.where(finite, a - b, 0).norm() > eps**0.5 * torch.where(finite, a, 0).norm())
+    rounding = torch.finfo(a.dtype).eps ** 0.5
+    a, b = (x.flatten().double().nan_to_num(0.0, 0.0, 0.0) for x in (a, b))
+    return bool((a - b).norm() > rounding * a.norm())

@@ -13,14 +13,15 @@ from fastsam.fed.clients.plan import plan
 from fastsam.fed.executors import ClientError, Setup, Task
 from fastsam.fed.executors.client import Client
 from fastsam.fed.executors.client_trainer import ClientTrainer
-from fastsam.fed.loop.checked_contract import check_padding
+from fastsam.fed.loop.checked_contract import Versions, check_padding
 from fastsam.fed.loop.client_state import StateRows
-from fastsam.fed.loop.contract import AlgorithmError, Contract
+from fastsam.fed.loop.contract import AlgorithmError, Contract, check_initial_state
 from fastsam.fed.loop.trial_pass import restore_random_state
 from fastsam.fed.rundir.checkpoint import RunState
 from fastsam.fed.update.gradients import Gradients
 from fastsam.fed.update.passes import Objective
 from fastsam.fed.update.rows import Rows
+from fastsam.fed.update.tensor_checks import check_like, kind_of
 
 
 class AlgorithmTrial(NamedTuple):
@@ -47,11 +48,12 @@ def try_algorithm(
     wrong value, or if the model, the loss, the step or the loop fails.
     """
     server = old_state.server
-    state = contract.init_client(server)
+    state = check_initial_state(contract.init_client(server), "init_client")
     step = contract.local_step(server, StateRows.of([state]).rows, 1, round)
     check_step(step)
     if getattr(contract.algorithm, "own_models", False):
-        _check_own_model(contract.call("own_model", (server, state)), server["w"])
+        expected = f"own_model must return the weights of one client, without rows: {kind_of(server['w'])}"
+        check_like(contract.call("own_model", (server, state)), server["w"], expected)
     check_padding(step.tensors, round.layout, f"the {type(step).__name__} of local_step")
     if contract.has_loop:
         return AlgorithmTrial(step, *_try_loop(contract, setup, old_state, state, step, round))
@@ -97,6 +99,7 @@ def _try_step(contract: Contract, setup: Setup, old_state: RunState, step: Step,
     """
     algorithm = getattr(contract.algorithm, "inner", contract.algorithm)
     label = f"a trial of {type(step).__name__}, the step of {type(algorithm).__name__}.local_step,"
+    versions = Versions({"server": old_state.server})
     with restore_random_state(setup.device):
         trainer = ClientTrainer(setup, limit=1)
         try:
@@ -111,12 +114,12 @@ def _try_step(contract: Contract, setup: Setup, old_state: RunState, step: Step,
             kind = "" if type(error) is ValueError else f"{type(error).__name__}: "
             raise AlgorithmError(f"{label} failed: {kind}{error}") from error
         if not isinstance(losses, Tensor) or losses.numel() != 1:
-            returned = list(losses.shape) if isinstance(losses, Tensor) else type(losses).__name__
-            raise AlgorithmError(f"{label} must return the losses of n clients, [n]: [1] here, got {returned}")
+            raise AlgorithmError(f"{label} must return the losses of n clients, [n]: [1] here, got {kind_of(losses)}")
         try:
             trainer.close()
         except ValueError as error:
             raise AlgorithmError(f"{label} failed: {error}") from error
+        versions.check(type(step).__name__)
         return trainer.vectors
 
 
@@ -125,19 +128,6 @@ def _task(setup: Setup, step: Step, round: Round) -> Task:
     client = setup.population.largest_client()
     (work,) = plan(setup.population, setup.options, round.index, [client], at_once=1)
     return Task(client, work, setup, round.index, round.lr, step)
-
-
-def _check_own_model(vector: object, w: Tensor) -> None:
-    if not isinstance(vector, Tensor) or (vector.shape, vector.dtype, vector.device) != (w.shape, w.dtype, w.device):
-        kind = (
-            f"{vector.dtype} {list(vector.shape)} on {vector.device}"
-            if isinstance(vector, Tensor)
-            else type(vector).__name__
-        )
-        raise ValueError(
-            f"own_model must return the weights of one client, {w.dtype} {list(w.shape)} on {w.device}; the state "
-            f"that it gets has no dimension for rows. Got {kind}"
-        )
 
 
 def _try_loop(

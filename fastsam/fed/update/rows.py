@@ -251,10 +251,9 @@ class Rows:
         first, q = None if g1 is None else g1.like(g), self["q"] if self._has_q else None
         if self.sumsq_v is not None:
             self.kernels.update_norm_(self.sumsq_v, [self.z], self.w, g.tensors, g.table, self.hparams, g1=first, q=q)
-        extra = {} if shift is None else {"shift": shift}
         self.kernels.update_(
             [self.z], self.w, g.tensors, g.table, self.hparams, self.rule.name, self.state,
-            steps=self.counts, g1=first, sumsq_v=self.sumsq_v, write_master=self.w is not None, q=q, **extra,
+            steps=self.counts, g1=first, sumsq_v=self.sumsq_v, write_master=self.w is not None, q=q, shift=shift,
         )  # fmt: skip
         self.is_moved = False
 

@@ -33,6 +33,7 @@ from fastsam.fed.common.option import NamedOptions
 from fastsam.fed.update.passes import Passes
 from fastsam.fed.update.row_memory import NU
 from fastsam.fed.update.rows import Rows
+from fastsam.fed.update.tensor_checks import kind_of, tensor_dict
 from fastsam_kernels.hparams import HParam
 
 __all__ = ["NU", "SAM", "Key", "Number", "Passes", "Shifted", "Step", "shift_of"]
@@ -180,7 +181,8 @@ class Step(NamedOptions):
         rows.begin(self, w, lr)
 
     def __call__(self, rows: Rows, passes: Passes) -> Tensor:
-        """Take a step of n clients, and return their losses `[n]` at the unperturbed weights, or at the first pass."""
+        """Take a step of n clients, and return their losses `[n]` at the unperturbed weights, or at the first pass, in
+        memory that later steps do not write."""
         losses, g = passes()
         rows.update(g)
         return losses
@@ -244,13 +246,13 @@ class Step(NamedOptions):
             if not fits or (isinstance(x, Tensor) and x.shape[-1:] != (1,) and x.dtype != w.dtype):
                 raise ValueError(
                     f"{label}.{name} must be {w.dtype} {[n, *w.shape]} (or {list(w.shape)}, one for all {n} clients; a "
-                    f"number of each client is [{n}, 1]) on {w.device}, like the server's w; got {x.dtype} "
-                    f"{list(x.shape)} on {x.device}"
+                    f"number of each client is [{n}, 1]) on {w.device}, like the server's w; "
+                    f"got {kind_of(x)}"
                 )
         for name in ("q", "start"):
             x = getattr(self, name)
             if not isinstance(x, (Tensor, type(None))):
-                raise ValueError(f"{label}.{name} must be a tensor like the server's w, or None, got {_kind(x)}")
+                raise ValueError(f"{label}.{name} must be a tensor like the server's w, or None, got {kind_of(x)}")
         if self.state is not None:
             _check_state(label, self.state, n)
         self.key  # noqa: B018  (raises for fields that cannot be compared)
@@ -312,7 +314,7 @@ class Shifted(Step):
     def check(self, w: Tensor, n: int) -> None:
         super().check(w, n)
         if not isinstance(self.e, Tensor):
-            raise ValueError(f"{type(self).__name__}.e must be a tensor like the server's w, got {_kind(self.e)}")
+            raise ValueError(f"{type(self).__name__}.e must be a tensor like the server's w, got {kind_of(self.e)}")
 
     def begin(self, rows: Rows, w: Tensor, lr: float, passes: Passes) -> None:
         rows.begin(self, w, lr)
@@ -371,7 +373,7 @@ def _key_of(step: Step) -> Key:
         bad = next(name for name, x in values if not _is_hashable(x))
         raise ValueError(
             f"{kind.__name__}.{bad} must be a tensor, a number with a column, or a value that can be compared and "
-            f"hashed; got {_kind(getattr(step, bad))}"
+            f"hashed; got {kind_of(getattr(step, bad))}"
         ) from None
     if key is None:
         if len(_keys) >= _MAX_KEYS:
@@ -394,15 +396,9 @@ def _stacked(values: Sequence[Tensor]) -> Tensor:
 
 
 def _check_state(label: str, state: object, n: int) -> None:
-    if not isinstance(state, Mapping) or not all(isinstance(x, Tensor) for x in state.values()):
-        raise ValueError(f"{label}.state must be a dict of tensors, or None, got {_kind(state)}")
-    for name, x in state.items():
+    for name, x in tensor_dict(state, f"{label}.state must be a dict of tensors, or None").items():
         if x.dim() == 0 or len(x) not in (1, n):
             raise ValueError(
                 f"{label}.state[{name!r}] must be [{n}, ...], or [1, ...] for all {n} clients, got {list(x.shape)}. "
                 "Add a first dimension: x[None]"
             )
-
-
-def _kind(value: object) -> str:
-    return f"{value.dtype} {list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__

@@ -179,7 +179,7 @@ TRIAL = "a trial of Odd, the step of Constants.local_step,"
 
 test_refused = refusals(
     refused(step_with(passes_only), rf"{TRIAL} must return the losses of n clients, \[n\]: \[1\] here, got NoneType"),
-    refused(step_with(wide_losses), rf"{TRIAL} must return the losses of n clients, \[n\]: \[1\] here, got \[3\]"),
+    refused(step_with(wide_losses), rf"{TRIAL} must return the losses of n clients, \[n\]: \[1\] here, got .*\[3\]"),
     refused(step_with(lost_operand), f"{TRIAL} failed: "),
     refused(step_with(begin=wrong_radius), f"{TRIAL} failed: RuntimeError: "),
     refused(step_with(begin=pass_in_begin), f"{TRIAL} failed: "),

@@ -202,8 +202,8 @@ test_refused = refusals(
      "Broken.local_update is not called any more. Write local_step"),
     (lambda: start(algorithm_of(finish_client=lambda self, server, client, results, round: None)),
      "Broken.finish_client is not called any more. Write finish,"),
-    (lambda: start(algorithm_of(init_server=lambda self, w0: w0)), "init_server must return a dict.*Tensor"),
-    (lambda: start(algorithm_of(init_server=lambda self, w0: {"w": w0[:5]})), r"init_server must return 'w'.*\[5\]"),
+    (lambda: start(algorithm_of(init_server=lambda self, w0: w0)), "init_server must return a dict.*got torch.float32"),
+    (lambda: start(algorithm_of(init_server=lambda self, w0: {"w": w0[:5]})), r"as 'w', .*got torch.float32 \[5\]"),
     (lambda: start(algorithm_of(init_client=lambda self, server: None)),
      "init_client must return a client's state.*got NoneType"),
     (lambda: start(algorithm_of(init_client=lambda self, server: {"k": 3})),
@@ -228,6 +228,13 @@ test_refused = refusals(
 )  # fmt: skip
 
 
+@dataclass(frozen=True, eq=False)
+class WritingStep(fed.Step):
+    def begin(self, rows, w, lr, passes):
+        super().begin(rows, w, lr, passes)
+        w.add_(rows.z[0] - w)
+
+
 def make_writer(where):
     """Return algorithms that write into their arguments, each in a different function."""
 
@@ -237,7 +244,7 @@ def make_writer(where):
     def local_step(self, server, client, round):
         if where == "local_step":
             client["k"].add_(1)
-        return fed.Step()
+        return WritingStep() if where == "begin" else fed.Step()
 
     def finish(self, server, client, results, round):
         if where == "finish":
@@ -249,13 +256,25 @@ def make_writer(where):
             server["w"].add_(aggregate.mean("delta"))
         return {"w": server["w"]}
 
-    functions = (init_client, local_step, finish, step_server)
+    def train_client(self, client, server, state, round):
+        for x, y in client.batches():
+            client.step(x, y)
+        state["k"].add_(1)
+
+    functions = [init_client, local_step, finish, step_server] + [train_client] * (where == "train_client")
     return algorithm_of(**{function.__name__: function for function in functions})
 
 
 @pytest.mark.parametrize(
     ("where", "subject"),
-    [("local_step", "client.'k'"), ("finish", "client.'k'"), ("step_server", "server.'w'"), (None, "")],
+    [
+        ("local_step", "Broken.local_step wrote into client.'k'"),
+        ("begin", "WritingStep wrote into server.'w'"),
+        ("train_client", "Broken.train_client wrote into client.'k'"),
+        ("finish", "Broken.finish wrote into client.'k'"),
+        ("step_server", "Broken.step_server wrote into server.'w'"),
+        (None, ""),
+    ],
 )
 def test_writing_into_what_was_given_is_told(where, subject):
     """New clients share one state, so such a write would change other clients."""
@@ -263,7 +282,7 @@ def test_writing_into_what_was_given_is_told(where, subject):
     if where is None:
         fed.run(*arguments, rounds=2)
         return
-    with pytest.raises(ValueError, match=f"wrote into {subject}., which is shared; it must return a new tensor"):
+    with pytest.raises(ValueError, match=f"{subject}., which is shared; it must return a new tensor"):
         fed.run(*arguments, rounds=1, executor="sequential")
 
 

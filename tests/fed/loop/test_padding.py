@@ -111,7 +111,22 @@ def test_rows_that_are_not_mixed() -> None:
     assert len(train_model("rows").history) == 2
 
 
+@pytest.mark.parametrize("kind", [list, tuple, torch.tensor])
+def test_weights_of_each_client_are_not_mixed(kind: Any) -> None:
+    class Weighted(fed.FedAvg):
+        sends_weights = True
+
+        def finish(self, server: Any, client: Any, results: Any, round: Any) -> Any:
+            weight = kind([float(i + 1) for i in results.client_ids])
+            return client, fed.Upload(mean={"delta": results.delta}, weight=weight)
+
+    clients = oracle.ragged_clients(torch.float32, (8, 8, 8))
+    model = oracle.smooth_model(torch.float32)
+    assert len(fed.run(model, clients, Weighted(), rounds=2, participation=1.0, executor="vmap").history) == 2
+
+
 def test_an_algorithm_that_cannot_be_copied_is_not_compared(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level("INFO", "fastsam.fed"):
         train_model("finish", lock=threading.Lock())
-    assert "Mixing cannot be copied: its rows are not compared (cannot pickle" in caplog.text
+    for method in ("local_step", "finish"):
+        assert f"Mixing cannot be copied: rows of its {method} are not compared (cannot pickle" in caplog.text

@@ -224,7 +224,7 @@ test_refused = refusals(
     (lambda: start(algorithm="fedsan"), "did you mean 'FedSAM'"),
     # a wrong value of an own algorithm
     (lambda: start(algorithm=Flat()),
-     r"own_model must return the weights of one client, torch.float32 \[\d+\].* Got torch.float32 \[\]"),
+     r"own_model must return the weights of one client, without rows: torch.float32 \[\d+\].*got torch.float32 \[\]"),
     # masked arrays
     (lambda: start(clients=[(MASKED, Y)]), 'is a masked array of numpy, and training would read what is masked'),
     (lambda: start(clients=[((MASKED,), Y)]), 'is a masked array of numpy, and training would read what is masked'),
