@@ -179,7 +179,7 @@ OPTIONS: dict[str, tuple[str, dict[str, Any]] | tuple[str, dict[str, Any], tuple
     "client test sets": ("FedSAM", {"client_test_split": "iid", "metrics": {"mean_output": mean_output}}),
     "excluded clients": ("FedSAM", {"loss": infinite_for_one_sample, "rounds": 4}),
     "client errors": ("SCAFFOLD", {"loss": raise_for_one_sample, "on_client_error": "exclude", **EVERYBODY}),
-    "dropout": ("FedSAM", {"module": Dropout}, STACKS),
+    "dropout": ("FedSAM", {"module": Dropout}),
     "averaged buffers": ("FedSAM", BATCH_NORM | {"buffers": "average"}, STACKS),
     "kept buffers": ("FedAvg", BATCH_NORM | {"buffers": "keep"}, STACKS),
     "local buffers": ("FedSAM", BATCH_NORM | {"buffers": "local"}, STACKS),

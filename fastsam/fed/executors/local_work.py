@@ -24,6 +24,7 @@ def train(
     Raises:
         ClientError: the model or the loss raised.
         StopClient: `stop_requested` returned True.
+        ValueError: a step wrote over the losses of an earlier one.
     """
     row.open(task, start, buffers)
     if task.loop is not None:
@@ -33,8 +34,14 @@ def train(
         for batch in row.batches:
             if stop_requested is not None and stop_requested():
                 raise StopClient
-            losses.append(row.run_step(*batch))
-    for loss, size in zip(losses, row.batch_sizes, strict=True):
+            loss = row.run_step(*batch)
+            losses.append((loss, loss._version))
+    for (loss, version), size in zip(losses, row.batch_sizes, strict=True):
+        if loss._version != version:
+            raise ValueError(
+                f"{type(task.step).__name__} must return losses in new memory, got losses that a later step wrote over; "
+                "return losses.clone()"
+            )
         row.add_loss(loss, size)
     return row.close()
 

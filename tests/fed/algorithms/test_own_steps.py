@@ -124,6 +124,24 @@ def test_a_number_of_each_client_is_the_one_of_a_run_alone(executor: str, kind: 
 
 
 @dataclass(frozen=True, eq=False)
+class OneMemory(fed.Step):
+    """A step that writes the losses of all steps into one memory."""
+
+    memory: ClassVar[Tensor] = torch.zeros(1, dtype=torch.float64)
+
+    def __call__(self, rows: fed.Rows, passes: fed.Passes) -> Tensor:
+        losses, g = passes()
+        rows.update(g)
+        return self.memory.copy_(losses)
+
+
+def test_losses_that_a_later_step_writes_are_refused() -> None:
+    """They would be added up after the steps, all of them the last one's."""
+    with pytest.raises(ValueError, match=r"OneMemory must return losses in new memory.*losses\.clone\(\)"):
+        run(Constants(OneMemory), local_epochs=3)
+
+
+@dataclass(frozen=True, eq=False)
 class WithOutput(fed.Step):
     """A step with an output that no field has."""
 
