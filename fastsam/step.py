@@ -1,7 +1,5 @@
-"""The local update rule of `FusedSAM` and every federated algorithm: direction, radius, coefficients of two gradients.
+"""The mix of the two gradients in the update of `FusedSAM` and of FedGSAM.
 
-    d = none, g1, T^2*g1 with T = |w| + eta (ASAM), or a federated method's direction (`fastsam.fed`)
-    eps = rho * d / (||d|| + nu)                  ASAM: the norm of T*g1
     v = a*g2 + b*g1,   g1 = gradient at w, g2 = gradient at w + eps
 
 and the base optimizer's update of `w` with `v`. `fastsam_kernels.reference` has the arithmetic. This module says which
@@ -13,39 +11,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from enum import Enum
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from fastsam_kernels.hparams import HParam
-
-
-class Direction(Enum):
-    """The direction of the perturbation, along which a step looks for the worst case."""
-
-    NONE = "none"  # no perturbation: one back-propagation
-    GRADIENT = "gradient"  # SAM
-    ADAPTIVE_GRADIENT = "adaptive gradient"  # ASAM
-    GRADIENT_MINUS_DUAL = "gradient minus dual"  # FedSMOO: mu, s, penalty
-    CONSTANT = "constant"  # FedLESAM: e, known before the gradient, so one back-propagation
-    PATH = "path"  # FedWMSAM: k*e + drift*(w - w^t) in step k, from 0: as well known before the gradient
-    GRADIENT_BY_DRIFT = "gradient by drift"  # FedSOL: g1 weighted by how far each weight has come from w^t
-    GRADIENT_PLUS = "gradient plus"  # FedTOGA: g1 + e + drift*(w - w^t), and the last step's g2 where it is remembered
-
-    @property
-    def backward_passes(self) -> int:
-        """Backward passes of one step: a second one if the first finds the direction."""
-        return 1 if self in (Direction.NONE, Direction.CONSTANT, Direction.PATH) else 2
-
-
-def perturbation(direction: Direction, rho: Any, eta: Any, nu: float) -> Iterator[tuple[HParam, Any]]:
-    """Yield the hyperparameters of a perturbation: Python numbers, or one-element tensors where tensors were given."""
-    yield HParam.RHO, rho
-    yield HParam.PERTURB_EPS, nu
-    yield HParam.ADAPTIVE, float(direction is Direction.ADAPTIVE_GRADIENT)
-    yield HParam.ETA, eta
 
 
 def _is_finite(number: float) -> bool:

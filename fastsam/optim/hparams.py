@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from fastsam.optim.update import Group, StateSpec, UpdateRule, state_spec_of
-from fastsam.step import Direction, GradCoefficients, perturbation, set_gsam_coefficients_
+from fastsam.step import GradCoefficients, set_gsam_coefficients_
 from fastsam_kernels.hparams import NUM_HPARAMS, HParam
 
 NU = 1e-12  # added to the norm before the division, as the commonly copied SAM class does
@@ -204,9 +204,11 @@ class HParamTensor:
 
     def _columns(self, group: Group) -> Iterator[tuple[int, Any]]:
         rho = group["rho"]
-        direction = Direction.ADAPTIVE_GRADIENT if group["adaptive"] else Direction.GRADIENT
         rho = -rho if self._goes_against(group) and not isinstance(rho, Tensor) else rho
-        yield from perturbation(direction, rho, group["eta"], NU)
+        yield HParam.RHO, rho
+        yield HParam.PERTURB_EPS, NU
+        yield HParam.ADAPTIVE, float(bool(group["adaptive"]))
+        yield HParam.ETA, group["eta"]
         yield HParam.CLIP, 0.0 if self.max_grad_norm is None else self.max_grad_norm
         if self.rule:
             yield from self.rule.columns(group).items()

@@ -39,7 +39,7 @@ def train(
     for (loss, version), size in zip(losses, row.batch_sizes, strict=True):
         if loss._version != version:
             raise ValueError(
-                f"{type(task.step).__name__} must return losses in new memory, got losses that a later step wrote over; "
+                f"{type(task.step).__name__} must return losses in new memory, and a later step wrote over these; "
                 "return losses.clone()"
             )
         row.add_loss(loss, size)
