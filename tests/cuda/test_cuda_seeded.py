@@ -30,7 +30,7 @@ ERRORS = {
     "alignment": {"cuda/common.cuh": [("% (Width * sizeof(T)) == 0", "% (Width * sizeof(T)) < 16")]},
     "barrier": {"cuda/elementwise.cuh": [("    __syncthreads();\n", "")]},
     "rule of a tile": {"cuda/elementwise.cuh": [("functors[tile.warp]", "functors[0]")]},
-    "barrier of a warp": {"cuda/elementwise.cuh": [("      __syncwarp();\n", "")]},
+    "barrier of a warp": {"cuda/elementwise.cuh": [("= scalar;\n      __syncwarp();\n", "= scalar;\n")]},
     "warp": {"cuda/reduce.cuh": [("distance = kWarp / 2;", "distance = kWarp / 4;")]},
     "ticket": {"cuda/reduce.cuh": [("atomicInc(ticket, blocks - 1)", "atomicInc(ticket, blocks)")]},
     "partial sums": {"cuda/reduce.cuh": [("i < sums.chunks;", "i < sums.chunks - 1;")]},
