@@ -1,9 +1,9 @@
 """The writer of all tables and pages: `python -m bench.report FILE...` prints the tables of results files.
 
-Files of one kind are joined, as the calls of `make gpu` leave them. `--plot FOLDER` draws the plots, and `--tables
-FOLDER` writes every table as .csv and .tex (without a FILE, those of bench/results). `--publish` stores the records in
-bench/results, draws their plots there, and writes every page from that folder: the texts between `<!-- bench:NAME -->`
-and `<!-- /bench -->`. Pages have short tables (bench/joint.py). Nothing here measures.
+Files of one kind are joined, as the calls of `make gpu` leave them. `--plot FOLDER` draws the plots. `--tables
+FOLDER` writes every table as .csv and .tex; without a FILE, the tables of bench/results. `--publish` stores the
+records in bench/results, draws their plots there, and writes every page from that folder: the texts between
+`<!-- bench:NAME -->` and `<!-- /bench -->`. Pages have short tables (bench/joint.py). Nothing here measures.
 """
 
 import argparse

@@ -1,7 +1,7 @@
 """A federated round of clients with a small BERT (bench/fed/bert.py) as one program of XLA, by hand in JAX.
 
-The weights are torch's, under the names of transformers and peft. Mapped clients, scanned steps and padding of unequal
-clients are those of bench/fed/jax_round.py. Products are float32, as in torch: without this JAX takes TF32 on a GPU.
+The weights are torch's, under the names of transformers and peft. bench/fed/jax_round.py maps the clients, scans the
+steps and pads unequal clients. Products are float32, as in torch: without this JAX takes TF32 on a GPU.
 Rounds are timed after the first one, in which XLA compiles the program.
 """
 
@@ -21,8 +21,8 @@ from bench.fed.bert import HEAD, LR, RANK
 from bench.fed.jax_round import Data, Parameters, gradient_of, make_round, mean_loss
 from bench.fed.workload import Workload
 
-SCALE = 8 / RANK  # of an adapter: peft's lora_alpha is 8
-EPS = 1e-12  # of LayerNorm in transformers
+SCALE = 8 / RANK  # factor of an adapter: peft's lora_alpha is 8
+EPS = 1e-12  # the constant of LayerNorm in transformers
 BETAS, DECAY, ADAM_EPS = (0.9, 0.999), 1e-2, 1e-8  # torch's defaults of AdamW
 
 
@@ -117,7 +117,7 @@ def encode(w: Parameters, name: str, x: Any, mask: Any) -> Any:
 
 
 def dense(w: Parameters, name: str, x: Any) -> Any:
-    """Return the outputs of a linear layer, with its adapter if it has one."""
+    """Return the outputs of a linear layer. The output of an adapter is added if the layer has an adapter."""
     y = x @ w[f"{name}.weight"].T + w[f"{name}.bias"]
     if f"{name}.lora_A.weight" not in w:
         return y

@@ -255,7 +255,7 @@ __device__ __forceinline__ void update(const Row& r) {
     }
     if (w != nullptr) w[i] = z[i];
   });
-  // Segments have slots of their own, as the gradients' table has all parameters.
+  // Each segment has a separate slot, as the gradients' table has all parameters.
   for (int s = threadIdx.x; Rule::kCounts && s < p.segments; s += kThreads) counts[p.segment[s].slot] += 1.0f;
   __syncthreads();
 }

@@ -12,7 +12,7 @@ struct Rule {
   static constexpr int kState = 2;  // both moments
   static constexpr unsigned kNeeded = 0b11;
   static constexpr bool kCounts = true;
-  static constexpr int kPowers = 2;  // of both betas
+  static constexpr int kPowers = 2;  // powers of both betas
   C b1, rest1, b2, rest2, step_size, root_correction2, eps;
 
   FASTSAM_HD Rule(const double* h, const double* powers, double, bool)

@@ -265,7 +265,7 @@ class HParamTensor:
         self.tensor[:, :, HParam.G2_COEF] = self._signs
 
     def apply_rho_fn(self, sumsq: Tensor, scale: Tensor | None) -> None:
-        """Set this step's radius by the variant's `rho_fn`, if it has one. `sumsq` is the squared norm of the
+        """Set this step's radius by the variant's `rho_fn`, if there is a `rho_fn`. `sumsq` is the squared norm of the
         direction, with loss scale `scale`."""
         if self._rho_fn is None:
             return

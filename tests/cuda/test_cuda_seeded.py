@@ -1,6 +1,6 @@
 """Errors put into a copy of the CUDA kernels, one at a time, must turn the emulated steps red (see `emulated.py`).
 
-`tests/ops/test_index.py` has those of the index.
+`tests/ops/test_index.py` has the errors of the index.
 """
 
 import re

@@ -197,8 +197,8 @@ def _check_own_model(model: nn.Module, trial: nn.Module, leaves: Mapping[int, Te
     name = next((name for name, p in model.named_parameters() if id(p) in leaves), None)
     if name is not None:
         raise ValueError(
-            f"the loss refers to the parameter {name!r} of your model, but clients train on copies: the term would "
-            "train nothing. Use loss=fed.BatchLoss(f): f(model, batch) gets the copy"
+            f"the loss refers to your model's parameter {name!r}, but clients train on copies: the term would train "
+            "nothing. Use loss=fed.BatchLoss(f): f(model, batch) gets the copy"
         )
 
 

@@ -27,7 +27,7 @@ class Rows:
     """n clients in one memory: fields by name, hyperparameters by row, and the kernels on them.
 
     `rows["q"]` is a field of vectors `[n, row_size]` in the dtype of the weights, `rows.number("c")` a field of
-    numbers, float64 `[n, 1]`. A field is zero when it is first used, and then has what the last client left.
+    numbers, float64 `[n, 1]`. A field is zero when it is first used, and then has the numbers of the last client.
     `rows["start"]` is always there: the weights from which deltas are measured, perhaps one row for all.
 
     Args:

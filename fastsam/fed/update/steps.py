@@ -14,7 +14,8 @@ Clipping, weight decay, momentum and the optimizer are options of the run. The a
 
 The rules of a step. `begin` may read `self`, and writes all that `__call__` reads into the rows. `__call__` reads the
 rows, and of `self` only what is in the key: so a captured step serves other rounds, and rows of different clients may
-step together. No number decides a branch: what is not used is None. The learning rate of a step is `rate`'s, and
+step together. No number decides a branch: a value that is not used is
+None. The learning rate of a step is `rate`'s, and
 `__call__` does not know which step of the round it is. `Step`, `SAM` and `Shifted` have no hook inside `__call__`,
 because row programs take their steps natively.
 """

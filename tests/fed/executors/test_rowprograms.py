@@ -332,8 +332,8 @@ def test_an_index_outside_of_a_table_excludes_its_client_alone() -> None:
 
 
 def with_wrong_label(on_client_error: str, joins: bool = True) -> fed.Result:
-    """Train three clients, and from round 3 on a fourth, if it `joins`. Its ninth label changes to one that is no
-    class, because wrong labels are refused before round 1."""
+    """Train three clients, and from round 3 on a fourth, if it `joins`. Its ninth label changes to a number that is
+    not a class. It changes after round 1 began, because wrong labels are refused before."""
     draw = torch.Generator().manual_seed(1)
     data = [(torch.randn(12, 6, generator=draw), torch.randint(4, (12,), generator=draw)) for _ in range(4)]
     train_ = RowSteps._train

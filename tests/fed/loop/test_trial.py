@@ -233,7 +233,7 @@ def test_a_loss_that_refers_to_the_users_model() -> None:
     def penalised_loss(outputs: Tensor, y: Tensor) -> Tensor:
         return F.cross_entropy(outputs, y) + 0.05 * sum(p.pow(2).sum() for p in model.parameters())
 
-    with pytest.raises(ValueError, match=r"refers to the parameter 'weight' of your model.*fed.BatchLoss"):
+    with pytest.raises(ValueError, match=r"refers to your model's parameter 'weight'.*fed.BatchLoss"):
         start(model, loss=penalised_loss)
     assert model.weight.grad is None
     with pytest.raises(ValueError, match="a gradient for 'head.(weight|bias)', which is not a parameter of the model"):
