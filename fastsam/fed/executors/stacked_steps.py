@@ -73,17 +73,20 @@ class StackedBeginning(PassesOfBeginning):
 
     def first(self, batches: int) -> tuple[Tensor, Tensor]:
         """See `Passes.first`."""
-        return self._mean_gradients(lambda task: task.first_batches(batches))
+        norms = self._executor.rows.z.new_zeros(len(self._clients), 1, dtype=torch.float64)
+        return self._mean_gradients(lambda task: task.first_batches(batches), norms), norms
 
     def all(self) -> Tensor:
         """See `Passes.all`."""
-        return self._mean_gradients(Task.all_batches)[0]
+        return self._mean_gradients(Task.all_batches)
 
-    def _mean_gradients(self, batches_of: Callable[[Task], Iterator[WeightedBatch]]) -> tuple[Tensor, Tensor]:
-        """Return each client's mean gradient over batches, `[clients, row_size]`, and the mean of its norms."""
+    def _mean_gradients(
+        self, batches_of: Callable[[Task], Iterator[WeightedBatch]], norms: Tensor | None = None
+    ) -> Tensor:
+        """Return each client's mean gradient over batches, `[clients, row_size]`, and add the mean of its norms to
+        `norms`, float64 `[clients, 1]`."""
         z, module = self._executor.rows.z, self._executor.replica.module
         total = z.new_zeros(len(self._clients), z.shape[1])
-        norms = torch.zeros(len(self._clients), 1, dtype=torch.float64, device=z.device)
         queue = {client: weighted_batches(client, batches_of) for client in self._clients}
         module.eval()
         try:
@@ -102,7 +105,7 @@ class StackedBeginning(PassesOfBeginning):
                         self._executor.leave_out([client for client, *_ in group], error)
         finally:
             module.train()
-        return total, norms
+        return total
 
     def _next(self, client: StackedClient, batches: Iterator[tuple[Tensors, float]]) -> WeightedPart | None:
         """Return the client's next batch, or None after the last one, and for a client that is excluded."""
@@ -113,7 +116,7 @@ class StackedBeginning(PassesOfBeginning):
             return None
         return None if batch is None else (client, *batch)
 
-    def _add(self, group: Sequence[WeightedPart], total: Tensor, norms: Tensor) -> None:
+    def _add(self, group: Sequence[WeightedPart], total: Tensor, norms: Tensor | None) -> None:
         """Add the gradients of a batch of some clients to their rows of `total`, and the norms of their gradients."""
         clients, batches, shares = zip(*group, strict=True)
         rows = self._executor.gather(clients)
@@ -123,8 +126,11 @@ class StackedBeginning(PassesOfBeginning):
         share = torch.tensor(shares, dtype=torch.float64, device=total.device)[:, None]
         g = torch.zeros(len(clients), total.shape[1], dtype=total.dtype, device=total.device)
         gradients.add_to(g, rows.layout)
-        has_labels = share > 0  # a batch without a label has no gradient
-        total.index_add_(0, index, torch.where(has_labels, g * share.to(g.dtype), 0))
-        norms.index_add_(0, index, torch.where(has_labels, gradients.norms(len(clients))[:, None] * share, 0))
+        sums = [(total, g * share.to(g.dtype))]
+        if norms is not None:
+            sums.append((norms, gradients.norms(len(clients))[:, None] * share))
+        for sum_, part in sums:
+            # a batch without a label has no gradient, and may have NaN
+            sum_.index_add_(0, index, part if all(shares) else torch.where(share > 0, part, 0))
         for client in clients:
             client.backward_passes += 1
