@@ -154,7 +154,8 @@ class Client:
         self._is_new_batch = False
         size = self._size_of(y)
         with row.client_errors:
-            losses = row.next_step(x, y, size)
+            losses = row.run_step(x, y)
+        row.note_loss(losses, size)
         self._num_samples += size
         self._gradient_loss = None
         return losses[0]
@@ -239,7 +240,7 @@ class Client:
 
     def _record(self, loss: Tensor, size: int) -> None:
         """Record the loss of a batch of `size` samples."""
-        self._row.add_loss(loss.view(1), size)
+        self._row.note_loss(loss.view(1), size)
         self._num_samples += size
         self._gradient_loss = None
 

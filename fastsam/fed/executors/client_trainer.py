@@ -56,7 +56,7 @@ class ClientTrainer:
     left them; a parameter without a gradient in a pass is left out of the calls that use it. Nothing in a step waits
     for the device.
 
-    Use: `open(task, ...)`, `next_step` (or `run_step` and later `add_loss`) for each of `batches` in the context
+    Use: `open(task, ...)`, `next_step` (or `run_step` and `note_loss`) for each of `batches` in the context
     `client_errors`, then `close()`. A loop of the algorithm uses a row through `fastsam.fed.executors.client.Client`.
 
     Attributes:
@@ -91,6 +91,7 @@ class ClientTrainer:
         self.teachers = Teachers(setup)
         self.second_model: SecondModel | None = None
         self.limit, self.backward_passes = limit, 0
+        self._noted_losses: list[tuple[Tensor, int, int]] = []  # with their versions and numbers of samples
         self._batch: tuple[Any, Any] | None = None  # the batch of a step, None before and after it
         self._is_first_pass, self._has_rate = True, False
         self._changes_model = setup.writes_parameters or bool(self.replica.buffers)
@@ -117,7 +118,7 @@ class ClientTrainer:
         """Set the task, and compute its numbers on the host. See `open`."""
         self.task, self.start, self.buffers = task, task.start(start), task.buffers(buffers)
         self.step, self._global_weights, self._has_rate = task.step, start, task.step.key.has_rate
-        self.k, self.backward_passes, self.snapshots, self._batch = 0, 0, {}, None
+        self.k, self.backward_passes, self.snapshots, self._batch, self._noted_losses = 0, 0, {}, None, []
         self.teachers.clear()
         if task.setup.population.clients.is_batched:
             with self.client_errors:
@@ -149,6 +150,10 @@ class ClientTrainer:
         """Add the loss of a batch of `size` samples to the client's sum, in float64 and in the order of the steps."""
         self.rows.losses.add_(losses, alpha=size)
 
+    def note_loss(self, losses: Tensor, size: int) -> None:
+        """Add the loss of a batch at the end: between two steps an addition takes three times as long."""
+        self._noted_losses.append((losses, losses._version, size))
+
     def set_rate(self) -> None:
         """Set the learning rate of the next step, for steps that have their own."""
         self.rows.set_rates([self.task.lr_of_step(min(self.k, self.last), self.last + 1)])
@@ -158,8 +163,18 @@ class ClientTrainer:
         return self.results(self.num_samples)
 
     def results(self, num_samples: int, extra: Mapping[str, Tensor] | None = None) -> ClientResults:
-        """Return the results of the client, with the number of samples and the tensors of a loop."""
+        """Return the results of the client, with the number of samples and the tensors of a loop.
+
+        Raises ValueError if noted losses were written over.
+        """
         self.check_model()
+        for losses, version, size in self._noted_losses:
+            if losses._version != version:
+                raise ValueError(
+                    f"{type(self.step).__name__} must return losses in new memory, and these were written over before "
+                    "the client's last step; return losses.clone()"
+                )
+            self.add_loss(losses, size)
         buffers = self.replica.buffers
         return ClientResults(
             client_ids=(self.task.client,),
