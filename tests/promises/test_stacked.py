@@ -2,16 +2,20 @@
 of batch, dtype and algorithm. Models that cannot be stacked are refused."""
 
 import re
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
+from torch import Tensor
 
 from fastsam import fed
+from fastsam.fed.algorithms.base import Round, State
+from fastsam.fed.update.passes import Passes
+from fastsam.fed.update.rows import Rows
 from tests.helpers.crosses import one_in
 from tests.helpers.places import ROOT
 from tests.promises import cases
-from tests.promises.stacked_cases import CASES, LAYERS, LOOKUPS, SERVED
+from tests.promises.stacked_cases import CASES, LAYERS, LOOKUPS, SERVED, Case
 
 # Errors relative to the change of the weights. In bfloat16 a group may round in another way than one client.
 TOLERANCES = {torch.float64: 1e-13, torch.float32: 1e-5, torch.bfloat16: 0.05}
@@ -19,6 +23,7 @@ REFUSED = [name for name, case in CASES.items() if case.kind == "refused"]
 
 
 NOT_REPLAYED = ("Bilinear", torch.bfloat16)  # torch rounds its inner product when it is called, and not when recorded
+OF_PAIRS = [name for name in SERVED if CASES[name].client is Case.client]  # only the loss reads other batches
 SMALL = CASES["elu, without a row program"]
 METHODS = [name for name in cases.METHODS if not name.startswith(cases.NOT_STACKED)]
 FORMS = ("fedavg", "fedsam", "fedsmoo", "fedlesam", "scaffold")  # one for each form of a step; the others are slow
@@ -32,6 +37,31 @@ def test_clients_in_a_group_have_the_numbers_of_a_client_by_itself(
         CASES[name].compare(dtype, 3, TOLERANCES[dtype])
     assert ("not replayed" in caplog.text) == ((name, dtype) == NOT_REPLAYED)
     assert ("once per client" in caplog.text) == (CASES[name].kind == "once per client")
+
+
+def near(loss: Tensor, outputs: Tensor, y: Tensor, teacher: Tensor) -> Tensor:
+    return loss + 0.5 * (outputs - teacher).square().mean()
+
+
+@dataclass(frozen=True, eq=False)
+class Near(fed.Step):
+    """A step whose outputs stay near those of the round's start."""
+
+    def __call__(self, rows: Rows, passes: Passes) -> Tensor:
+        losses, g = passes(near, passes.outputs_of(rows["start"]))
+        rows.update(g)
+        return losses
+
+
+@dataclass(frozen=True)
+class StaysNear(fed.FedAvg):
+    def local_step(self, server: State, client: State, round: Round) -> fed.Step:
+        return Near()
+
+
+@pytest.mark.parametrize(("name", "dtype"), one_in(3, OF_PAIRS, (torch.float32, torch.float64)), ids=str)
+def test_objectives_of_outputs_and_of_a_teacher(name: str, dtype: torch.dtype) -> None:
+    CASES[name].compare(dtype, 3, TOLERANCES[dtype], algorithm=StaysNear())
 
 
 @pytest.mark.parametrize("method", [m if m in FORMS else pytest.param(m, marks=pytest.mark.slow) for m in METHODS])
@@ -72,8 +102,11 @@ def test_an_index_outside_of_the_table_raises(index: int, name: str) -> None:
     data = case.clients(torch.float32, (8,) * 4)
     data[1][0][7, 2] = index
     words = r"client .*1.* in round {}.*(out of range|out of bounds|smaller than|non-negative)"
-    for executor, dtype in (("sequential", torch.float64), ("vmap", torch.float64), ("vmap", torch.float32)):
+    runs = ("sequential", torch.float64), ("vmap", torch.float64), ("vmap", torch.float32)
+    for (executor, dtype), algorithm in (*zip(runs, (None,) * 3, strict=True), (runs[1], StaysNear())):
         with pytest.raises(fed.ClientError, match=words.format(1)):
-            case.train(executor, dtype, data)
+            case.train(executor, dtype, data, algorithm=algorithm)
         with pytest.raises(fed.ClientError, match=words.format(3)):
-            case.train(executor, dtype, data, sampler=lambda t, generator: [0, 1 if t == 2 else 3, 2])
+            case.train(
+                executor, dtype, data, algorithm=algorithm, sampler=lambda t, generator: [0, 1 if t == 2 else 3, 2]
+            )

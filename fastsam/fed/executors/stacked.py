@@ -101,41 +101,48 @@ class StackedPasses:
         product_of = partial(ops.product_of, backend=setup.backend)
         self.replays = Replays(self.gradients, replica.module, layout, rowprograms.maker(setup), product_of)
 
-    def run(self, rows: Rows, *batch: Tensor) -> tuple[Tensor, Gradients]:
-        """Run a pass on the tensors of a batch, each `[rows, batch, ...]`. The losses are detached. A parameter that
-        the loss does not use is left out of the gradients."""
-        result = self.replays.run(rows.leaves, *batch)
+    def run(
+        self, rows: Rows, *batch: Tensor, objective: Objective | None = None, operands: Sequence[Tensor] = ()
+    ) -> tuple[Tensor, Gradients]:
+        """Run a pass on the tensors of a batch, each `[rows, batch, ...]`. The losses are detached. The gradients are
+        the loss's, or those of an objective with operands `[rows, ...]`. A parameter that is not used is left out of
+        them.
+
+        Raises:
+            ValueError: there is an objective, but samples come in batches that only the loss reads.
+        """
+        result = None if objective is not None else self.replays.run(rows.leaves, *batch)
         if result is None:
-            return self.plain(rows, *batch)
+            return self.plain(rows, *batch, objective=objective, operands=operands)
         losses, grads, slots = result
         return losses, Gradients(grads, slots, self.layout.subtable(slots))
 
-    def plain(self, rows: Rows, *batch: Tensor) -> tuple[Tensor, Gradients]:
-        """Run a pass through the model's Python code, torch.vmap and autograd. This is the meaning of `run`."""
-        return self._present(*self.gradients(rows.leaves, *batch))
-
-    def run_objective(
-        self, rows: Rows, batch: Tensors, objective: Objective, operands: Sequence[Tensor]
+    def plain(
+        self, rows: Rows, *batch: Tensor, objective: Objective | None = None, operands: Sequence[Tensor] = ()
     ) -> tuple[Tensor, Gradients]:
-        """Run a pass as `plain`, with the gradients of an objective; `operands` are `[rows, ...]`.
+        """Run a pass through the model's Python code, torch.vmap and autograd. This is the meaning of `run`."""
+        losses, grads = self.gradients(rows.leaves, *batch, objective=objective, operands=operands)
+        slots = tuple(i for i, g in enumerate(grads) if g is not None)
+        present = [_dense(g, s) for g, s in zip(grads, self.layout.segments, strict=True) if g is not None]
+        return losses, Gradients(present, slots, self.layout.subtable(slots))
 
-        Raises:
-            ValueError: samples come in batches that only the loss reads.
-        """
-        leaves = [leaf.detach().requires_grad_() for leaf in rows.leaves]
-        batch, dropout = self._split(batch)
-        x, y = self._pairs(batch)
-
-        def of_row(weights: list[Tensor], x: Any, y: Any, operands: list[Tensor]) -> tuple[Tensor, Tensor]:
-            outputs = self._output(weights, x)
-            loss = self._loss(outputs, y)
-            return loss, check_scalar(objective(loss, outputs, y, *operands))
-
+    def gradients(
+        self,
+        leaves: list[Tensor],
+        *batch: Tensor,
+        objective: Objective | None = None,
+        operands: Sequence[Tensor] = (),
+    ) -> tuple[Tensor, Sequence[Tensor | None]]:
+        """Return losses (detached) and gradients at `leaves` (`[rows, *shape]`, requiring gradients), in any order of
+        memory."""
+        rows, (weights, batch, operands) = len(batch[0]), self._mappable(leaves, batch, operands)
+        samples, dropout = self._split(batch)
         with dropout:
-            with mapping(), self.calls, self.masks, self._with_parameters():
-                losses, values = self._vmap(of_row)(leaves, x, y, list(operands))
-            grads = torch.autograd.grad(values.sum(), leaves, allow_unused=True)
-        return self._present(losses.detach(), grads)
+            with self._mapping(batch):
+                losses, values = self._losses_of(weights, samples, objective, operands)
+            if len(losses) > rows:
+                losses, values = losses[:rows], values[:rows]
+            return losses.detach(), torch.autograd.grad(values.sum(), leaves, allow_unused=True)
 
     @torch.no_grad()
     def outputs_of(self, w: Tensor, batch: Tensors) -> Tensor:
@@ -144,62 +151,68 @@ class StackedPasses:
         Raises:
             ValueError: samples come in batches that only the loss reads.
         """
-        batch, dropout = self._split(batch)
-        x, _ = self._pairs(batch)
+        rows, (weights, batch) = len(w), self._mappable(self.layout.views(w), batch)
+        samples, dropout = self._split(batch)
+        x, _ = self._pairs(samples)
         was_training = self.module.training
         self.module.eval()
         try:
-            with dropout, mapping(), self.calls, self.masks, self._with_parameters():
-                return self._vmap(self._output)(self.layout.views(w), x)
+            with dropout, self._mapping(batch):
+                outputs: Tensor = self._outputs(weights, x)
         finally:
             self.module.train(was_training)
+        return outputs[:rows]
+
+    def _mappable(self, *groups: Sequence[Tensor]) -> Sequence[Tensors]:
+        """Return tensors `[rows, ...]`, the only row twice if torch cannot map it: a norm of one row in
+        channels_last."""
+        if len(groups[0][0]) > 1 or not self.has_channels_last:
+            return [tuple(group) for group in groups]
+        return [tuple([t.expand(2, *t.shape[1:]) for t in group]) for group in groups]
 
     def _split(self, batch: Tensors) -> tuple[Tensors, AbstractContextManager[None]]:
         """Return the samples of a batch, and the context in which a pass drops elements by the seeds of the rows."""
         return (batch[:-1], stacked_dropout(batch[-1][:, 0])) if self.draws else (batch, nullcontext())
 
-    def _pairs(self, batch: Tensors) -> tuple[Any, Any]:
+    @contextmanager
+    def _mapping(self, batch: Tensors) -> Iterator[None]:
+        """Let calls inside map the module over the rows of a batch. It has its own parameters again afterwards."""
+        lookups = self.lookups.of_shape((*(t.shape for t in batch), self.module.training))
+        with mapping(), self.calls, lookups, self.masks:
+            try:
+                yield
+            finally:
+                self._place(self.parameters)
+
+    def _pairs(self, samples: Tensors) -> tuple[Any, Any]:
         """Return inputs and labels. Raises ValueError unless samples are pairs."""
-        x, y = fill_tree(self.template, batch)
+        x, y = fill_tree(self.template, samples)
         if self.of_outputs is None or y is None:
             raise ValueError(NEEDS_PAIRS)
         return x, y
 
-    def _present(self, losses: Tensor, grads: Sequence[Tensor | None]) -> tuple[Tensor, Gradients]:
-        """Return losses, and the gradients of the parameters that have one."""
-        slots = tuple(i for i, g in enumerate(grads) if g is not None)
-        present = [_dense(g, s) for g, s in zip(grads, self.layout.segments, strict=True) if g is not None]
-        return losses, Gradients(present, slots, self.layout.subtable(slots))
-
-    def gradients(self, leaves: list[Tensor], *batch: Tensor) -> tuple[Tensor, Sequence[Tensor | None]]:
-        """Return losses (detached) and gradients at `leaves` (`[rows, *shape]`, requiring gradients), in any order of
-        memory."""
-        rows, weights = len(batch[0]), leaves
-        if rows == 1 and self.has_channels_last:
-            weights, batch = _twice(leaves), tuple(_twice(batch))
-        lookups = self.lookups.of_shape((*(t.shape for t in batch), self.module.training))
-        samples, dropout = self._split(batch)
-        with dropout:
-            with mapping(), self.calls, lookups, self.masks, self._with_parameters():
-                losses = self._losses_of(weights, *fill_tree(self.template, samples))
-            losses = losses if len(losses) == rows else losses[:rows]
-            return losses.detach(), torch.autograd.grad(losses.sum(), leaves, allow_unused=True)
-
-    def _losses_of(self, leaves: list[Tensor], x: Any, y: Any) -> Tensor:
-        """Return the losses of the rows on inputs and labels, or on a tree of tensors and None."""
+    def _losses_of(
+        self, weights: Tensors, samples: Tensors, objective: Objective | None, operands: Tensors
+    ) -> tuple[Tensor, Tensor]:
+        """Return the losses of the rows, and the values whose gradients are wanted: the losses, or an objective's."""
+        if objective is not None:
+            return self._vmap(partial(self._objective, objective))(weights, *self._pairs(samples), operands)
+        x, y = fill_tree(self.template, samples)
         if y is None and not self.is_cross_entropy:
-            return self._batch_losses(leaves, x)
+            losses = self._batch_losses(weights, x)
+            return losses, losses
         x, y = split_pair(x) if y is None else (x, y)
-        outputs = self._outputs(leaves, x)
-        return _cross_entropy(outputs, y) if self._classifies(outputs, y) else self._losses(outputs, y)
+        outputs = self._outputs(weights, x)
+        losses = _cross_entropy(outputs, y) if self._classifies(outputs, y) else self._losses(outputs, y)
+        return losses, losses
 
     def _place(self, weights: Sequence[Tensor]) -> None:
-        """Give the module other parameters."""
+        """Give the module other parameters. `functional_call` does the same, with a search for them in every step."""
         for places, weight in zip(self.places, weights, strict=True):
             for mapping, name in places:
                 mapping[name] = weight
 
-    def _output(self, weights: list[Tensor], x: Any) -> Any:
+    def _output(self, weights: Tensors, x: Any) -> Any:
         self._place(weights)
         return call(self.module, x)
 
@@ -207,9 +220,16 @@ class StackedPasses:
         assert self.of_outputs is not None
         return check_scalar(self.of_outputs(output, y))
 
-    def _batch_loss(self, weights: list[Tensor], batch: Any) -> Tensor:
+    def _batch_loss(self, weights: Tensors, batch: Any) -> Tensor:
         self._place(weights)
         return check_scalar(self.of_batch(self.module, batch))
+
+    def _objective(
+        self, objective: Objective, weights: Tensors, x: Any, y: Any, operands: Tensors
+    ) -> tuple[Tensor, Tensor]:
+        outputs = self._output(weights, x)
+        loss = self._loss(outputs, y)
+        return loss, check_scalar(objective(loss, outputs, y, *operands))
 
     def _classifies(self, outputs: Any, y: Any) -> bool:
         """Return True if torch's cross-entropy takes `[rows, batch, classes]` and class numbers, so that no mapping is
@@ -217,15 +237,6 @@ class StackedPasses:
         if not self.is_cross_entropy or not isinstance(outputs, Tensor) or not isinstance(y, Tensor):
             return False
         return outputs.dim() == 3 and y.dim() == 2 and y.dtype == torch.int64
-
-    @contextmanager
-    def _with_parameters(self) -> Iterator[None]:
-        """Give the module stacked parameters inside, and its own parameters afterwards. `functional_call` does the
-        same, with a search for them in every step."""
-        try:
-            yield
-        finally:
-            self._place(self.parameters)
 
 
 def _is_cross_entropy(loss: object) -> bool:
@@ -250,11 +261,6 @@ def _places(module: nn.Module, parameter: nn.Parameter) -> list[tuple[dict[str, 
         for name, p in inner._parameters.items()
         if p is parameter
     ]
-
-
-def _twice(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Return the only row of each tensor twice, because torch cannot map a norm of one row in channels_last."""
-    return [t.expand(2, *t.shape[1:]) for t in tensors]
 
 
 def _dense(g: Tensor, segment: Segment) -> Tensor:

@@ -234,10 +234,9 @@ class Vmap(Executor):
         """Run a pass of clients, and return the losses and gradients of their rows."""
 
         def run(place: slice) -> tuple[Tensor, Gradients]:
-            some, tensors = _part(rows, place), [t[place] for t in batch]
-            if objective is None:
-                return self.passes.run(some, *tensors)
-            return self.passes.run_objective(some, tuple(tensors), objective, [t[place] for t in operands])
+            some = rows if place == slice(0, rows.n) else rows.part(place.start, place.stop)
+            tensors, others = [t[place] for t in batch], [t[place] for t in operands]
+            return self.passes.run(some, *tensors, objective=objective, operands=others)
 
         results = self._by_client(clients, len(batch[0]), run)
         if len(results) == 1:
@@ -291,8 +290,3 @@ class Vmap(Executor):
         for client in clients:
             if client.error is None and client.task.client in error.client_ids:
                 client.error = error
-
-
-def _part(rows: Rows, place: slice) -> Rows:
-    """Return some neighbours of rows."""
-    return rows if place == slice(0, rows.n) else rows.part(place.start, place.stop)
