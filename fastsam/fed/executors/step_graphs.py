@@ -18,7 +18,7 @@ from fastsam.fed.common.transfer import to_device
 from fastsam.fed.executors.cuda import Captures, Cuda
 from fastsam.fed.executors.rowprograms.row_steps import RowSteps
 from fastsam.fed.executors.stacked_client import Group, gather_samples, keys_of, next_indices
-from fastsam.fed.executors.stacked_steps import StackedStep
+from fastsam.fed.executors.stacked_lane import StackedStep
 from fastsam.fed.executors.task import Setup
 from fastsam.fed.update.rows import Rows
 from fastsam.fed.update.scratch_rows import ScratchRows
