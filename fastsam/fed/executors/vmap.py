@@ -74,13 +74,14 @@ class Vmap(Executor):
         source, free = iter(tasks), list(range(self.slots))
         with self.random.preserve_states():
             while True:
-                active = sorted([*active, *self._open(source, free)], key=_SLOT)
-                if not active:
+                clients = sorted([*active, *self._open(source, free)], key=_SLOT)
+                if not clients:
                     return
-                self._tick([client for client in active if not client.is_finished])
-                ended = [client for client in active if client.is_finished]
+                self._tick([client for client in clients if not client.is_finished])
+                active, ended = [], list[StackedClient]()
+                for client in clients:
+                    (ended if client.is_finished else active).append(client)
                 if ended:
-                    active = [client for client in active if not client.is_finished]
                     free = sorted([*free, *map(_SLOT, ended)])
                     yield from {id(client.error): client.error for client in ended if client.error is not None}.values()
                     yield from self._close([client for client in ended if client.error is None])
@@ -118,8 +119,7 @@ class Vmap(Executor):
     # --- steps ---
 
     def _tick(self, clients: Group) -> None:
-        """Take the next step of the clients that have a whole batch, or of all, or more if row programs or a graph take
-        them."""
+        """Take the next steps of the clients that have a whole batch, or of all."""
         groups: dict[Hashable, list[StackedClient]] = {}
         for client in self._train_by_rows(clients):
             groups.setdefault((client.key, client.size, client.shapes), []).append(client)
@@ -127,7 +127,7 @@ class Vmap(Executor):
         for group in whole or list(groups.values()):
             try:
                 if self.graphs is None or not self.graphs.serves(group):
-                    self._step(group)
+                    self._take_steps(group)
                 else:
                     self.graphs.train(group, self.row_steps, self.lane.scratch, partial(self.lane.take_step, group))
             except ClientError as error:
@@ -144,33 +144,36 @@ class Vmap(Executor):
                 raise client.error
         return others
 
-    def _step(self, clients: Group) -> None:
-        """Take one step of clients."""
-        clients, batch = self._next_batch(clients)
+    def _take_steps(self, clients: Group) -> None:
+        """Take steps of clients until one of them has no other batch of this size, or row programs can go on."""
+        clients, batches = self._next_batches(clients)
         if not clients:
             return
         rows = self.lane.gather(clients)
-        if clients[0].key.has_rate:
-            rows.set_rates([c.rate for c in clients])
-        rows.may_end = any(c.k + 1 == c.steps for c in clients)
-        passes = self.lane.take_step(clients, rows, batch)
-        rows.may_end = True
-        self.lane.put_back(clients, rows)
-        for client in clients:
-            client.advance(1, passes.count)
-
-    def _next_batch(self, clients: Group) -> tuple[Group, Tensors]:
-        """Return clients and their next batch, each tensor `[clients, batch, ...]`. A client whose batch raises is
-        excluded, and left out."""
-        if self.setup.population.clients.store is not None and clients[0].batches is None:
-            samples = clients[0].samples
-            batch = gather_samples(samples, to_device(next_indices(clients), samples[0].device))
-        else:
-            batches = {}
+        for batch in batches:
+            if clients[0].key.has_rate:
+                rows.set_rates([c.rate for c in clients])
+            rows.may_end = any(c.k + 1 == c.steps for c in clients)
+            passes = self.lane.take_step(clients, rows, self.lane.with_keys(clients, batch))
+            rows.may_end = True
             for client in clients:
-                try:
-                    batches[client] = client.next_batch()
-                except Exception as error:
-                    self.lane.leave_out([client], client.error_of(error))
-            clients, batch = list(batches), tuple(map(torch.stack, zip(*batches.values(), strict=True)))
-        return clients, self.lane.with_keys(clients, batch)
+                client.advance(1, passes.count)
+            if any(c.error is not None for c in clients) or self.row_steps.serves(clients[0]):
+                break
+        self.lane.put_back(clients, rows)
+
+    def _next_batches(self, clients: Group) -> tuple[Group, Iterable[Tensors]]:
+        """Return clients and their next batches of one size, each tensor `[clients, batch, ...]`. Samples that are not
+        in a store have one batch, and a client for which it raises is left out."""
+        if self.setup.population.clients.store is not None and clients[0].batches is None:
+            is_whole = clients[0].size == self.setup.options.batch_size
+            samples, steps = clients[0].samples, min(client.equal_steps() for client in clients) if is_whole else 1
+            indices = to_device(next_indices(clients, steps), samples[0].device)
+            return clients, (gather_samples(samples, places) for places in indices.split(clients[0].size, 1))
+        batches = {}
+        for client in clients:
+            try:
+                batches[client] = client.next_batch()
+            except Exception as error:
+                self.lane.leave_out([client], client.error_of(error))
+        return list(batches), [tuple(map(torch.stack, zip(*batches.values(), strict=True)))]
