@@ -97,6 +97,10 @@ class Recorder(TorchDispatchMode):
             raise CannotRecordError(f"it calls {func}")
         if torch.Tag.data_dependent_output in func.tags:
             raise CannotRecordError(f"it reads the value of a tensor ({func})")
+        if func is aten.ones_like.default and args[0].dim() == 0:
+            return func(*args, **kwargs)  # the seed of the backward pass, a constant
+        if func is aten.mul.Scalar and args[1] == 1 and args[0].is_floating_point():
+            func, args = aten.alias.default, args[:1]  # vmap's rule for a linear layer multiplies the bias by one
         target = func
         if func is aten.lift_fresh.default:  # a tensor that the model made from numbers, into which it may write
             self._add_attribute(args[0], args[0].detach().clone())

@@ -10,9 +10,16 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
-from fastsam.fed.executors.simplify import VIEWS, arguments, memory
+from fastsam.fed.executors.simplify import arguments, aten, memory
 from fastsam_kernels.rowprograms.instructions import FIRST_INPUT, OUT, SCRATCH, Input, NoFormError, RowOperand
 
+VIEWS = frozenset(
+    {
+        aten.view.default, aten.transpose.int, aten.unsqueeze.default, aten.squeeze.dim, aten.squeeze.default,
+        aten.squeeze.dims, aten.expand.default, aten.t.default, aten.permute.default, aten.select.int,
+        aten.slice.Tensor, aten.detach.default, aten.alias.default,
+    }
+)  # fmt: skip
 ROWS = 2  # rows of a recording for a row program, whose rows must not depend on their number
 
 

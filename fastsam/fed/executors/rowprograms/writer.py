@@ -13,8 +13,8 @@ from torch.fx import Graph, Node
 
 from fastsam.arena import Segment
 from fastsam.fed.executors.rowprograms.lookups import separate_lookups
-from fastsam.fed.executors.rowprograms.memory_plan import ROWS, MemoryPlan, check_dtype
-from fastsam.fed.executors.simplify import VIEWS, arguments, aten, outputs
+from fastsam.fed.executors.rowprograms.memory_plan import ROWS, VIEWS, MemoryPlan, check_dtype
+from fastsam.fed.executors.simplify import arguments, aten, outputs
 from fastsam_kernels.rowprograms.instructions import (
     DIMS,
     IGNORED,
@@ -26,7 +26,7 @@ from fastsam_kernels.rowprograms.instructions import (
     RowOperand,
 )
 
-_COPIES = (aten.clone.default, aten.reshape.default, aten._unsafe_view.default)
+_COPIES = (aten.clone.default, aten._unsafe_view.default)
 _PRODUCTS = (aten.bmm.default, aten.baddbmm.default)
 _UNARY = {
     aten.relu.default: Code.RELU,
