@@ -46,7 +46,8 @@ Number = Callable[[Shape], Any]  # a number of each shape, or a list of numbers,
 ProductOf = Callable[[Tensor, Tensor], Any]  # from stacked matrices to the fastest f(a, b, bias), or None for torch's
 Key = tuple[object, ...]
 
-MAX_RECORDINGS = 256  # some hundred kilobytes each
+# Number of recordings that are remembered, some hundred kilobytes each. The least recently used one goes first.
+MAX_RECORDINGS = 256
 # Rows and samples of the two recordings of a joint graph. Rows, samples and products have different ratios, and few
 # layers have these sizes.
 SHAPES = ((2, 11), (3, 13))
@@ -361,20 +362,24 @@ class Replay:
     Attributes:
         function: the replayed pass.
         slots: indices of the parameters that have a gradient.
-        count: number of passes that were compared.
-        rows: for each size of a batch for which it was right, the number of rows then.
+        right_shapes: rows and samples of each pass that was compared and was right.
         wrong_sizes: sizes of a batch for which it was wrong.
     """
 
     function: Function
     slots: tuple[int, ...]
-    count: int = 0
-    rows: dict[int, int] = field(default_factory=dict)
+    right_shapes: list[Shape] = field(default_factory=list)
     wrong_sizes: set[int] = field(default_factory=set)
 
     def is_known(self, size: int) -> bool:
         """Return True if passes over batches of that size are no longer compared."""
-        return self.count > 1 and size in self.rows
+        return len(self.right_shapes) > 1 and any(size == samples for _, samples in self.right_shapes)
+
+    @torch.no_grad()
+    def run(self, weights: list[Tensor], batch: Tensors) -> PassResult:
+        """Run a pass."""
+        losses, *grads = self.function(*weights, *batch)
+        return losses, grads, self.slots
 
 
 class Replays:
@@ -387,7 +392,6 @@ class Replays:
         make_row_pass: makes a row program from a graph and the parameters of its gradients, or returns None if an
             operation has no form. None if there are no row programs.
         product_of: see `ProductOf`.
-        max_recordings: number of recordings that are remembered. The least recently used one goes first.
 
     Attributes:
         reason: why nothing is replayed any more, or None.
@@ -400,9 +404,8 @@ class Replays:
         layout: Layout,
         make_row_pass: Callable[[Graph, Sequence[int]], RowPass | None] | None = None,
         product_of: ProductOf = lambda a, b: None,
-        max_recordings: int = MAX_RECORDINGS,
     ) -> None:
-        self.plain, self.module, self.layout, self.max_recordings = plain, module, layout, max_recordings
+        self.plain, self.module, self.layout = plain, module, layout
         self.make_row_pass, self.product_of = make_row_pass, product_of
         self.reason: str | None = None
         self._replays: OrderedDict[Key, Replay | None] = OrderedDict()
@@ -415,36 +418,26 @@ class Replays:
         batch, size = tuple([t.contiguous() for t in batch]), batch[0].shape[1]
         for replay in self._ways(weights, batch):
             is_known = replay.is_known(size)
-            result = (self._replayed if is_known else self._compared)(replay, weights, batch)
+            result = replay.run(weights, batch) if is_known else self._compared(replay, weights, batch)
             if result is not None or size not in replay.wrong_sizes:
                 return result
         return None
 
-    def row_pass(self, size: int, *samples: Tensor) -> RowPass | None:
-        """Return the row program of passes with a batch of `size` samples like `samples` (each `[n, ...]`) in each row.
-        It is None unless a row program exists and was compared, and every parameter has a gradient."""
-        replay = self._find(size, 0, samples)
-        has_all = replay is not None and len(replay.slots) == len(self.layout.segments)
-        return replay.function if replay is not None and has_all and isinstance(replay.function, RowPass) else None
-
-    def find_function(self, size: int, rows: int, *samples: Tensor) -> Function | None:
-        """Return the function of passes of `rows` rows with a batch of `size` samples like `samples` (each `[n, ...]`),
+    def find(self, rows: int, size: int, *samples: Tensor) -> Replay | None:
+        """Return the way to run passes of `rows` rows with a batch of `size` samples like `samples` (each `[n, ...]`),
         or None if it has not been compared yet."""
-        replay = self._find(size, rows, samples)
-        return None if replay is None else replay.function
-
-    def has_row_pass(self, *batch: Tensor) -> bool:
-        """Return True if passes over a batch, each tensor `[rows, batch, ...]`, which ran before, are run by a row
-        program."""
-        rows, size = batch[0].shape[:2]
-        replay = self._first(self._keys(rows, size, batch, 2), size)
-        return self.reason is None and replay is not None and isinstance(replay.function, RowPass)
-
-    def _find(self, size: int, rows: int, samples: Sequence[Tensor]) -> Replay | None:
-        replay = self._first(self._keys(rows, size, samples, 1), size)
+        replays = map(self._replays.get, self._keys(rows, size, samples, 1))
+        replay = next((replay for replay in replays if replay is not None and size not in replay.wrong_sizes), None)
         return replay if self.reason is None and replay is not None and replay.is_known(size) else None
 
-    # --- what is known of a shape ---
+    def has_row_program(self, weights: list[Tensor], *batch: Tensor) -> bool:
+        """Return True if a pass as in `run` can be recorded as a row program. It is not compared."""
+        try:
+            return self.make_row_pass is not None and self._row_program(weights, batch) is not None
+        except CannotRecordError:
+            return False
+
+    # --- the ways to run a pass ---
 
     def _keys(self, rows: int, size: int, tensors: Sequence[Tensor], dims: int) -> tuple[Key, Key, Key]:
         """Return the keys of the row program, the joint graph and the graph of one shape for such batches. A sample has
@@ -452,63 +445,55 @@ class Replays:
         key = (*[t.shape[dims:] for t in tensors], *[t.dtype for t in tensors], self.module.training)
         return (size, *key), key, (rows, size, *key)
 
-    def _first(self, keys: Sequence[Key], size: int) -> Replay | None:
-        """Return the first recording that may serve a size."""
-        replays = (self._replays.get(key) for key in keys)
-        return next((replay for replay in replays if replay is not None and size not in replay.wrong_sizes), None)
-
     def _ways(self, weights: list[Tensor], batch: Tensors) -> Iterator[Replay]:
         """Yield the recordings that may serve a batch, the first choice first. The first batch of a key is recorded."""
         rows, size = batch[0].shape[:2]
         keys = self._keys(rows, size, batch, 2)
-        has_programs = self.make_row_pass is not None and keys[1] not in self._formless
         ways = list(zip(keys, (self._row_program, self._joint, self._of_shape), strict=True))
-        replay = None
+        has_programs = self.make_row_pass is not None and keys[1] not in self._formless
         for key, make in ways if has_programs else ways[1:]:
             if self.reason is not None:
                 return
+            reason = None
             if key not in self._replays:
-                self._replays[key] = make(weights, batch)
-                if len(self._replays) > self.max_recordings:
+                try:
+                    self._replays[key] = make(weights, batch)
+                except CannotRecordError as error:  # the next way may be possible
+                    self._replays[key], reason = None, str(error)
+                    log.debug("executor vmap: there is no %s of a step: %s", make.__name__, error)
+                if len(self._replays) > MAX_RECORDINGS:
                     self._replays.popitem(last=False)
             self._replays.move_to_end(key)
             replay = self._replays[key]
-            if replay is not None and size not in replay.wrong_sizes:
-                yield replay
-        if replay is not None and self.reason is None:
-            self._warn("the replay of a pass gives other losses or gradients")
+            if replay is not None:
+                reason = "the replay of a pass gives other losses or gradients"
+                if size not in replay.wrong_sizes:
+                    yield replay
+        if reason is not None and self.reason is None:
+            self._warn(reason)
 
     def _row_program(self, weights: list[Tensor], batch: Tensors) -> Replay | None:
+        assert self.make_row_pass is not None
         rows, size = batch[0].shape[:2]
         try:
             graph, slots = self._record(weights, batch, (ROWS, size), stops=FORMLESS, forms=FORMS)
-        except CannotRecordError as error:  # a graph may be possible
-            log.debug("executor vmap: no row program is made of a step: %s", error)
+        except CannotRecordError:
             self._formless.add(self._keys(rows, size, batch, 2)[1])
-            return None
-        assert self.make_row_pass is not None
+            raise
         row_pass = self.make_row_pass(graph, slots)
         return None if row_pass is None else Replay(row_pass, slots)
 
-    def _joint(self, weights: list[Tensor], batch: Tensors) -> Replay | None:
-        try:
-            one, other = (self._record(weights, batch, shape) for shape in SHAPES)
-            if one.slots != other.slots:
-                raise CannotRecordError("the number of samples changes which parameters have a gradient")
-            return self._replay(one, other, len(weights))
-        except CannotRecordError as error:  # a graph for one shape may be possible
-            log.debug("executor vmap: a recorded step does not serve other shapes: %s", error)
-            return None
+    def _joint(self, weights: list[Tensor], batch: Tensors) -> Replay:
+        one, other = (self._record(weights, batch, shape) for shape in SHAPES)
+        return self._replay(one, other, len(weights))
 
-    def _of_shape(self, weights: list[Tensor], batch: Tensors) -> Replay | None:
-        try:
-            recording = self._record(weights, batch)
-        except CannotRecordError as error:
-            self._warn(str(error))
-            return None
+    def _of_shape(self, weights: list[Tensor], batch: Tensors) -> Replay:
+        recording = self._record(weights, batch)
         return self._replay(recording, recording, len(weights))
 
     def _replay(self, one: Recording, other: Recording, batch: int) -> Replay:
+        if one.slots != other.slots:
+            raise CannotRecordError("the number of samples changes which parameters have a gradient")
         segments = [self.layout.segments[i] for i in one.slots]
         strides = [(1,), *((s.length, *s.stride) for s in segments)]
         return Replay(joint_function(one.graph, other.graph, self.product_of, strides, batch), one.slots)
@@ -542,11 +527,6 @@ class Replays:
             view.copy_(weight.detach()[of_rows])
         return views, tuple(t[of_rows][:, of_samples].contiguous() for t in batch)
 
-    @torch.no_grad()
-    def _replayed(self, replay: Replay, weights: list[Tensor], batch: Tensors) -> PassResult:
-        losses, *grads = replay.function(*weights, *batch)
-        return losses, grads, replay.slots
-
     # --- what is compared ---
 
     def _compared(self, replay: Replay, weights: list[Tensor], batch: Tensors) -> PassResult | None:
@@ -562,15 +542,15 @@ class Replays:
         if not bool(finite.any()):
             return None
         try:
-            result = self._replayed(replay, weights, batch)
+            result = replay.run(weights, batch)
         except RuntimeError as error:  # the model has no such operation for this size
             log.debug("executor vmap: a recorded step does not serve batches of %s samples: %s", size, error)
         else:
             if replay.slots == expected[2] and agree(*_part(expected, finite), *_part(result, finite)):
-                replay.count, replay.rows[size] = replay.count + 1, rows
+                replay.right_shapes.append((rows, size))
                 return result
         replay.wrong_sizes.add(size)
-        if replay.rows.get(size) == rows:  # it was right before
+        if (rows, size) in replay.right_shapes:
             self._end("the model's forward pass is not a function of its inputs and weights")
         return None
 

@@ -324,12 +324,8 @@ def has_row_program(setup: Setup) -> bool:
     if setup.example is None:
         return False
     replica, rows = _trial_rows(setup)
-    replays = StackedPasses(replica, setup.layout, setup).replays
-    if replays.make_row_pass is None:
-        return False
     batch = [torch.stack([t, t]) for t in tensors_of(setup.example)]
-    replays.run(rows.leaves, *batch)
-    return replays.has_row_pass(*batch)
+    return StackedPasses(replica, setup.layout, setup).replays.has_row_program(rows.leaves, *batch)
 
 
 def _trial_batches(setup: Setup) -> Iterator[Tensors]:

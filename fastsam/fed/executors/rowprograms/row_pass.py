@@ -23,6 +23,9 @@ class RowPass:
         constants: tensors of the model that the program reads.
         layout: layout of a row.
         slots: indices of the parameters that have a gradient.
+
+    Attributes:
+        has_all_gradients: every parameter has a gradient.
     """
 
     def __init__(
@@ -30,6 +33,7 @@ class RowPass:
     ) -> None:
         self.program, self.constants, self.row_size = program, constants, layout.row_size
         self.segments = [layout.segments[i] for i in slots]
+        self.has_all_gradients = len(slots) == len(layout.segments)
 
     def __call__(self, *inputs: Tensor) -> tuple[Tensor, ...]:
         out = self.program([*inputs, *self.constants])

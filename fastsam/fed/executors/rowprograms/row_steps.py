@@ -42,7 +42,6 @@ class RowSteps:
         has_programs = replays.make_row_pass is not None
         self.can_serve = has_programs and rule is not None and (is_cpu or rule.name in _RULES_ON_CUDA)
         self._is_native = None if self.store is None else _are_native(*self.store.tensors)
-        self._known: Passes = {}  # row programs for samples of the store, which are all alike
 
     def train(self, clients: Sequence[StackedClient]) -> list[StackedClient]:
         """Take the next steps of each client for whose batches there are row programs. Return the other clients.
@@ -71,12 +70,9 @@ class RowSteps:
     def _passes(self, clients: Sequence[StackedClient]) -> Passes:
         """Return the row programs for the batches of some clients."""
         sizes = {size for epoch in {c.epoch for c in clients} for size in (epoch[0], epoch[-1])}
-        known = self._known if self.store is not None and self.replays.reason is None else {}
-        for size in sizes - known.keys():
-            row_pass = self.replays.row_pass(size, *clients[0].samples)
-            if row_pass is not None:
-                known[size] = row_pass
-        return {size: known[size] for size in sizes & known.keys()}
+        replays = {size: self.replays.find(len(clients), size, *clients[0].samples) for size in sizes}
+        passes = {size: replay.function for size, replay in replays.items() if replay is not None}
+        return {size: p for size, p in passes.items() if isinstance(p, RowPass) and p.has_all_gradients}
 
     def _count(self, client: StackedClient, passes: Passes) -> int:
         """Return how many of the client's next steps can be taken natively: with one learning rate in a call.
