@@ -23,7 +23,7 @@ from fastsam.fed.executors.base import refusal
 from fastsam.fed.executors.gradient_passes import NEEDS_PAIRS, ModelPasses, check_scalar
 from fastsam.fed.executors.record import BF16_LOSS, Replays, agree
 from fastsam.fed.executors.simplify import copy_with_strides
-from fastsam.fed.executors.slow_calls import SilentCalls
+from fastsam.fed.executors.slow_calls import SlowCalls
 from fastsam.fed.executors.stacked_dropout import StackedDropout, stacked_dropout
 from fastsam.fed.executors.stacked_lookups import StackedLookups
 from fastsam.fed.executors.stacked_masks import advice, kept_masks
@@ -79,7 +79,7 @@ class StackedPasses:
     batch]`, equal for all samples of a row (see `stacked_dropout`).
     """
 
-    def __init__(self, replica: Replica, layout: Layout, setup: Setup, calls: SilentCalls | None = None) -> None:
+    def __init__(self, replica: Replica, layout: Layout, setup: Setup, calls: SlowCalls | None = None) -> None:
         # Operations in `vmap` import it at their first use: seconds, which would count as training of the first round
         # of a process.
         import torch._dynamo  # noqa: F401
@@ -96,7 +96,7 @@ class StackedPasses:
         self._vmap = partial(vmap, randomness="different" if self.draws else "error")
         self._outputs, self._losses = self._vmap(self._output), self._vmap(self._loss)
         self._batch_losses = self._vmap(self._batch_loss)
-        self.lookups, self.calls = StackedLookups(), calls or SilentCalls()
+        self.lookups, self.calls = StackedLookups(), calls or SlowCalls()
         self.masks = kept_masks(replica.module)
         product_of = partial(ops.product_of, backend=setup.backend)
         self.replays = Replays(self.gradients, replica.module, layout, rowprograms.maker(setup), product_of)

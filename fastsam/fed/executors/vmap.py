@@ -75,7 +75,7 @@ class Vmap(Executor):
             self.rows = Rows(setup, self.slots + (self.graphs is not None), copies=True)
         self.scratch: ScratchRows | None = None
         self.replica = Replica(setup.model, setup.layout, self.rows.z[0])
-        self.passes = stacked.StackedPasses(self.replica, setup.layout, setup, SlowCalls())
+        self.passes = stacked.StackedPasses(self.replica, setup.layout, setup, SlowCalls(is_logged=True))
         self.row_steps = RowSteps(setup, self.passes.replays, self.rows)
         self.random = NoRandomness(setup.device)
         self.replica.module.train()
