@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fastsam.fed.executors.rowprograms.row_pass import RowPass
+from fastsam.fed.executors.rowprograms import RowPass
 from fastsam_kernels import native
 from fastsam_kernels.hparams import HParam
 from fastsam_kernels.rowprograms import program

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from fastsam.arena import Arena, Layout
 from fastsam.fed.executors.record import PassResult
-from fastsam.fed.executors.rowprograms.row_pass import RowPass
+from fastsam.fed.executors.rowprograms import RowPass
 from fastsam.fed.executors.stacked import StackedPasses
 from fastsam.fed.update.model_copy import Replica, trainable
 from fastsam.fed.update.rows import Rows

@@ -29,10 +29,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fastsam.arena import Layout
 from fastsam.fed.clients.samples import Tensors
 from fastsam.fed.executors.python_state import difference, python_state
-from fastsam.fed.executors.rowprograms import FORMLESS
-from fastsam.fed.executors.rowprograms.forms import FORMS
+from fastsam.fed.executors.rowprograms import RowPass
+from fastsam.fed.executors.rowprograms.forms import FORMLESS, FORMS
 from fastsam.fed.executors.rowprograms.memory_plan import ROWS
-from fastsam.fed.executors.rowprograms.row_pass import RowPass
 from fastsam.fed.executors.simplify import arguments, aten, calls, function_of, memory, module_of, outputs, simplify
 from fastsam.fed.executors.stacked_dropout import draws
 

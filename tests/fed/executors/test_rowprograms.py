@@ -1,6 +1,5 @@
 """Row programs in executors: passes against autograd, whole local epochs bit for bit against step by step."""
 
-import importlib
 import os
 import subprocess
 import sys
@@ -180,11 +179,11 @@ def test_what_has_no_form_is_replayed_operation_by_operation(activation: type) -
 @pytest.mark.parametrize(("width", "fits"), [(32, True), (128, True), (200, False), (1024, False)])
 def test_on_a_gpu_a_row_fits_the_memory_of_its_block(width: int, fits: bool, monkeypatch: MonkeyPatch) -> None:
     """A row of an MLP 64-width-10 and a batch of 16, with 227 KB of shared memory in a block."""
-    module, make = importlib.import_module("fastsam.fed.executors.rowprograms.row_pass"), ops.row_program
-    monkeypatch.setattr(module, "shared_memory", lambda device: 227 * 2**10)
+    make = ops.row_program
+    monkeypatch.setattr(rowprograms, "shared_memory", lambda device: 227 * 2**10)
     monkeypatch.setattr(ops, "row_program", lambda *operands: make(*operands[:-1]))  # on the CPU
     passes, form = make_passes(model_of(nn.ReLU, 64, width, 10), F.cross_entropy, 2)
-    passes.replays.make_row_pass = partial(module.row_pass, passes.layout, torch.device("cuda"))
+    passes.replays.make_row_pass = partial(rowprograms.row_pass, passes.layout, torch.device("cuda"))
     x, y = torch.randn(2, 16, 64), torch.randint(10, (2, 16))
     for _ in range(3):
         same(passes, form, x, y)

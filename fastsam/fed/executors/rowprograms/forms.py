@@ -1,10 +1,10 @@
 """Operations of torch as several operations that have a form in a row program. A recording for a row program has these
-in their place."""
+in their place, and stops at operations that have no form."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from math import pi, sqrt
+from math import pi, prod, sqrt
 from typing import Any
 
 import torch
@@ -58,6 +58,11 @@ def softmax_backward(g: Tensor, out: Tensor, dim: int, dtype: torch.dtype) -> Te
     return out * (g - (g * out).sum(dim, keepdim=True))
 
 
+def mean(x: Tensor, dims: Sequence[int] | None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Tensor:
+    """Return the sum over dimensions times the inverse of their size."""
+    return x.sum(dims, keepdim, dtype=dtype) * (1.0 / prod(x.shape[d] for d in dims or range(x.dim())))
+
+
 def layer_norm(
     x: Tensor, shape: Sequence[int], weight: Tensor | None, bias: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -98,4 +103,16 @@ FORMS: Mapping[Any, Callable[..., Any]] = {
     aten._softmax_backward_data.default: softmax_backward,
     aten.native_layer_norm.default: layer_norm,
     aten.native_layer_norm_backward.default: layer_norm_backward,
+    aten.mean.dim: mean,
 }
+
+# Operations of forward passes that have no form. A recording for a row program stops at the first one.
+FORMLESS = frozenset(
+    {
+        *(aten.convolution.default, aten.native_group_norm.default),
+        aten._scaled_dot_product_flash_attention_for_cpu.default,
+        aten._scaled_dot_product_efficient_attention.default,
+        aten._scaled_dot_product_flash_attention.default,
+        aten._scaled_dot_product_cudnn_attention.default,
+    }
+)

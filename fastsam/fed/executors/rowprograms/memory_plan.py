@@ -38,19 +38,15 @@ class MemoryPlan:
     Attributes:
         inputs: the inputs that the graph reads, in order.
         constants: the inputs that are tensors of the model.
+        scratch: memory of intermediate results.
     """
 
     def __init__(self, graph: Graph) -> None:
         self.inputs, self.constants = list[Input](), list[Tensor]()
         self._places: dict[Node, Allocation] = {}
-        self._memory = Scratch(graph)
+        self.scratch = Scratch(graph)
         for node in graph.find_nodes(op="placeholder"):
             self._add(node, rows=1)
-
-    @property
-    def scratch(self) -> int:
-        """Elements of scratch memory."""
-        return self._memory.size
 
     def read(self, node: Node, shape: Sequence[int]) -> RowOperand:
         """Return `node`, broadcast to the stacked `shape`. Raises NoFormError if rows do not stay separate."""
@@ -83,7 +79,7 @@ class MemoryPlan:
         if t.dim() < 1 or t.shape[0] != ROWS or t.stride(0) < span(t):
             raise NoFormError("a result without rows, or with rows in each other")
         if node not in self._places:
-            self._places[node] = Allocation(SCRATCH, self._memory.take(node), t)
+            self._places[node] = Allocation(SCRATCH, self.scratch.take(node), t)
         place = self._places[node]
         return RowOperand(place.base, place.offset, t.stride()[1:])
 
@@ -99,10 +95,6 @@ class MemoryPlan:
             return False
         self._places[base] = Allocation(OUT, offset, base.meta["val"])
         return True
-
-    def free(self, node: Node) -> None:
-        """Free the memory of nodes that an operation was the last to read."""
-        self._memory.free(node)
 
     def _place(self, node: Node) -> Allocation:
         base = root(node)

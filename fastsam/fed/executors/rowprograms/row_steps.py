@@ -14,7 +14,7 @@ from fastsam.fed.clients.plan import places_of
 from fastsam.fed.common.transfer import to_device
 from fastsam.fed.executors.base import ClientError
 from fastsam.fed.executors.record import Replays
-from fastsam.fed.executors.rowprograms.row_pass import RowPass
+from fastsam.fed.executors.rowprograms import RowPass
 from fastsam.fed.executors.stacked_client import RowEnd, StackedClient
 from fastsam.fed.executors.task import Setup
 from fastsam.fed.update.rows import Rows

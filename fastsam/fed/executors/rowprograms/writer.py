@@ -5,7 +5,6 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from math import prod
 from typing import Any
 
 import torch
@@ -72,7 +71,7 @@ class Writer:
         for node in graph.nodes:
             if node.op == "call_function" and node.target not in (*VIEWS, operator.getitem):
                 self._write(node)
-            self.places.free(node)
+            self.places.scratch.free(node)
         for node, offset, strides in copies:  # outputs in another memory order, inputs, and outputs that are equal
             self._add(Code.COPY, node.meta["val"].shape, RowOperand(OUT, offset, strides), node)
 
@@ -143,14 +142,6 @@ class Writer:
         kept_strides = iter(s for d, s in enumerate(place.strides, 1) if not (any(keep) and d in reduced_dims))
         strides = tuple(0 if d in reduced_dims else next(kept_strides) for d in range(1, len(shape)))
         self._add(Code.SUM, shape, replace(place, strides=strides), operand)
-        if call.target is aten.mean.dim:
-            self._scale_(call, 1.0 / prod(shape[d] for d in reduced_dims))
-
-    def _scale_(self, node: Node, number: float) -> None:
-        """Write a multiplication in place."""
-        shape = node.meta["val"].shape
-        place = self.places.read(node, shape)
-        self._add(Code.SCALE, shape, place, place, number=number)
 
     def _log_softmax(self, call: Node) -> None:
         backward, t = call.target is aten._log_softmax_backward_data.default, call.meta["val"]
@@ -247,7 +238,6 @@ class Writer:
 
 _WRITERS: dict[Any, Callable[[Writer, Node], None]] = {
     aten.sum.dim_IntList: Writer._sum,
-    aten.mean.dim: Writer._sum,
     aten._log_softmax.default: Writer._log_softmax,
     aten._log_softmax_backward_data.default: Writer._log_softmax,
     aten.nll_loss2d_forward.default: Writer._nll,
