@@ -167,6 +167,13 @@ class Recording(NamedTuple):
     slots: tuple[int, ...]
 
 
+def run_plain(plain: Plain, weights: Sequence[Tensor], batch: Sequence[Tensor]) -> PassResult:
+    """Return the results of a plain pass at weights, which need not be leaves."""
+    losses, grads = plain([w.detach().requires_grad_() for w in weights], *batch)
+    slots = tuple(i for i, g in enumerate(grads) if g is not None)
+    return losses, [g for g in grads if g is not None], slots
+
+
 def record_pass(plain: Plain, weights: Sequence[Tensor], *batch: Tensor, **options: Any) -> Recording:
     """Return the recording of `plain` at weights and a batch, with the options of `record`.
 
@@ -177,10 +184,8 @@ def record_pass(plain: Plain, weights: Sequence[Tensor], *batch: Tensor, **optio
 
     def flat(*tensors: Tensor) -> tuple[Tensor, ...]:
         nonlocal slots
-        parameters, inputs = tensors[: len(weights)], tensors[len(weights) :]
-        losses, grads = plain([w.detach().requires_grad_() for w in parameters], *inputs)
-        slots = tuple(i for i, g in enumerate(grads) if g is not None)
-        return (losses, *(g for g in grads if g is not None))
+        losses, grads, slots = run_plain(plain, tensors[: len(weights)], tensors[len(weights) :])
+        return (losses, *grads)
 
     inputs = [*(w.detach() for w in weights), *(t.clone() for t in batch)]  # which the model may write
     graph = record(flat, inputs, **options)
@@ -515,7 +520,7 @@ class Replays:
             reason = f"the model's forward pass changes {change}"
             self._end(reason)
             raise CannotRecordError(reason)
-        self._plain_results(weights, batch)  # the error is the batch's own if it comes here, too
+        run_plain(self.plain, weights, batch)  # the error is the batch's own if it comes here, too
         raise CannotRecordError(reason)
 
     def _resized(self, weights: list[Tensor], batch: Tensors, rows: int, size: int) -> tuple[list[Tensor], Tensors]:
@@ -536,7 +541,7 @@ class Replays:
         maximum that rounding moves changes the gradients.
         """
         rows, size = batch[0].shape[:2]
-        expected = self._plain_results(weights, batch)
+        expected = run_plain(self.plain, weights, batch)
         finite = torch.stack([t.isfinite()[..., None].flatten(1).all(1) for t in (expected[0], *expected[1])]).all(0)
         if not bool(finite.any()):
             return None
@@ -552,12 +557,6 @@ class Replays:
         if (rows, size) in replay.right_shapes:
             self._end("the model's forward pass is not a function of its inputs and weights")
         return None
-
-    def _plain_results(self, weights: list[Tensor], batch: Tensors) -> PassResult:
-        """Return losses, existing gradients, and the parameters that have one, of the plain pass."""
-        losses, grads = self.plain([w.detach().requires_grad_() for w in weights], *batch)
-        slots = tuple(i for i, g in enumerate(grads) if g is not None)
-        return losses, [g for g in grads if g is not None], slots
 
     def _end(self, reason: str) -> None:
         """End all replays."""

@@ -326,6 +326,17 @@ def test_epochs_of_texts_have_the_bits_of_single_steps(method: str, monkeypatch:
     assert torch.equal(native_, vector(texts(method, 3).model))
 
 
+def test_texts_of_other_lengths_have_other_row_programs() -> None:
+    """Texts of two lengths are not in a store."""
+    draw = torch.Generator().manual_seed(0)
+    data = [(torch.randint(11, (12, n), generator=draw), torch.arange(12) % 4) for n in (7, 9, 7, 9)]
+    one, two = (
+        vector(fed.run(Words(mean_of_words), data, fed.FedSAM(), executor=executor, batch_size=4, cohort=4).model)
+        for executor in ("sequential", "vmap")
+    )
+    assert torch.allclose(one, two, rtol=0, atol=1e-5)
+
+
 def test_an_index_outside_of_a_table_excludes_its_client_alone() -> None:
     with pytest.raises(fed.ClientError, match=r"client 3 failed in round 1.*: Index 11 is out of bounds"):
         texts("fedavg", 3, wrong=True)
