@@ -177,7 +177,8 @@ def outputs(graph: Graph) -> list[Node]:
 
 def memory(node: Node) -> int:
     """Return a number for the memory of an evaluated node, equal for views of one memory."""
-    return int(node.meta["val"].untyped_storage()._cdata)
+    value = node.meta.get("val")
+    return int(value.untyped_storage()._cdata) if isinstance(value, Tensor) else id(node)
 
 
 def layout_of(node: Node) -> tuple[object, ...]:

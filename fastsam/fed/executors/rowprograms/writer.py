@@ -12,7 +12,7 @@ from torch.fx import Graph, Node
 
 from fastsam.arena import Segment
 from fastsam.fed.executors.rowprograms.lookups import separate_lookups
-from fastsam.fed.executors.rowprograms.memory_plan import ROWS, VIEWS, MemoryPlan, check_dtype
+from fastsam.fed.executors.rowprograms.memory_plan import ROWS, MemoryPlan, check_dtype, root
 from fastsam.fed.executors.simplify import arguments, aten, outputs
 from fastsam_kernels.rowprograms.instructions import (
     DIMS,
@@ -25,8 +25,6 @@ from fastsam_kernels.rowprograms.instructions import (
     RowOperand,
 )
 
-_COPIES = (aten.clone.default, aten._unsafe_view.default)
-_PRODUCTS = (aten.bmm.default, aten.baddbmm.default)
 _UNARY = {
     aten.relu.default: Code.RELU,
     aten.neg.default: Code.NEGATE,
@@ -69,7 +67,7 @@ class Writer:
             if not self.places.place_output(node, offset, length, strides)
         ]
         for node in graph.nodes:
-            if node.op == "call_function" and node.target not in (*VIEWS, operator.getitem):
+            if node.op == "call_function" and node.target is not operator.getitem and root(node) is node:
                 self._write(node)
             self.places.scratch.free(node)
         for node, offset, strides in copies:  # outputs in another memory order, inputs, and outputs that are equal
@@ -79,11 +77,7 @@ class Writer:
 
     def _write(self, call: Node) -> None:
         op, args = call.target, arguments(call)
-        if op in _COPIES:
-            self._copy(call)
-        elif op in _PRODUCTS:
-            self._product(call)
-        elif op in _UNARY and not call.kwargs:
+        if op in _UNARY and not call.kwargs:
             self._elementwise(call, _UNARY[op], args[0])
         elif op in _BINARY and len(args) == 2 and not call.kwargs:
             self._binary(call, _BINARY[op])
@@ -92,10 +86,8 @@ class Writer:
         else:
             raise NoFormError(f"{op} has no form")
 
-    def _add(
-        self, code: Code, shape: Sequence[int], out: RowOperand, *sources: Node | RowOperand, number: float = 0.0
-    ) -> None:
-        operands = [v if isinstance(v, RowOperand) else self.places.read(v, shape) for v in sources]
+    def _add(self, code: Code, shape: Sequence[int], out: RowOperand, *sources: Node, number: float = 0.0) -> None:
+        operands = [self.places.read(v, shape) for v in sources]
         self.instructions.append(Instruction(code, tuple(shape[1:]), out, *operands, number=float(number)).flatten())
 
     def _elementwise(self, call: Node, code: Code, *operands: Any, number: float = 0.0) -> None:
@@ -113,14 +105,7 @@ class Writer:
             self._elementwise(call, code, a, b)
 
     def _copy(self, call: Node) -> None:
-        """Write a copy in the order of the elements, whatever the shape of the result."""
-        operand, t = arguments(call)[0], call.meta["val"]
-        shape, place = operand.meta["val"].shape, self.places.new(call)
-        if t.shape != shape:
-            if not t.is_contiguous():
-                raise NoFormError("a copy with another shape and memory order")
-            place = replace(place, strides=torch.empty(shape, device="meta").stride()[1:])
-        self._add(Code.COPY, shape, place, operand)
+        self._add(Code.COPY, call.meta["val"].shape, self.places.new(call), arguments(call)[0])
 
     def _product(self, call: Node) -> None:
         *bias, a, b = arguments(call)
@@ -237,6 +222,9 @@ class Writer:
 
 
 _WRITERS: dict[Any, Callable[[Writer, Node], None]] = {
+    aten.clone.default: Writer._copy,
+    aten.bmm.default: Writer._product,
+    aten.baddbmm.default: Writer._product,
     aten.sum.dim_IntList: Writer._sum,
     aten._log_softmax.default: Writer._log_softmax,
     aten._log_softmax_backward_data.default: Writer._log_softmax,
