@@ -58,7 +58,7 @@ def softmax_backward(g: Tensor, out: Tensor, dim: int, dtype: torch.dtype) -> Te
     return out * (g - (g * out).sum(dim, keepdim=True))
 
 
-def mean(x: Tensor, dims: Sequence[int] | None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Tensor:
+def mean(x: Tensor, dims: list[int] | None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Tensor:
     """Return the sum over dimensions times the inverse of their size."""
     return x.sum(dims, keepdim, dtype=dtype) * (1.0 / prod(x.shape[d] for d in dims or range(x.dim())))
 
