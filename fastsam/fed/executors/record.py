@@ -18,6 +18,7 @@ import operator
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -30,7 +31,7 @@ from fastsam.arena import Layout
 from fastsam.fed.clients.samples import Tensors
 from fastsam.fed.executors.python_state import difference, python_state
 from fastsam.fed.executors.rowprograms import RowPass
-from fastsam.fed.executors.rowprograms.forms import FORMLESS, FORMS
+from fastsam.fed.executors.rowprograms.forms import FORMS
 from fastsam.fed.executors.rowprograms.memory_plan import ROWS
 from fastsam.fed.executors.simplify import arguments, aten, calls, function_of, memory, module_of, outputs, simplify
 from fastsam.fed.executors.stacked_dropout import draws
@@ -44,6 +45,8 @@ Shape = tuple[int, int]  # rows and samples
 Number = Callable[[Shape], Any]  # a number of each shape, or a list of numbers, or a function
 ProductOf = Callable[[Tensor, Tensor], Any]  # from stacked matrices to the fastest f(a, b, bias), or None for torch's
 Key = tuple[object, ...]
+Forms = Mapping[Any, Callable[..., Any] | None]  # see `Recorder`
+NO_FORMS: Forms = MappingProxyType({})
 
 # Number of recordings that are remembered, some hundred kilobytes each. The least recently used one goes first.
 MAX_RECORDINGS = 256
@@ -73,13 +76,12 @@ class Recorder(TorchDispatchMode):
 
     Args:
         inputs: the inputs of the graph.
-        stops: operations at which the recording ends with CannotRecordError.
-        forms: functions that take the place of operations.
+        forms: functions that take the place of operations. None ends the recording with CannotRecordError.
     """
 
-    def __init__(self, inputs: Sequence[Tensor], stops: frozenset[Any], forms: Mapping[Any, Any]) -> None:
+    def __init__(self, inputs: Sequence[Tensor], forms: Forms) -> None:
         super().__init__()
-        self.graph, self.stops, self.forms = Graph(), stops, forms
+        self.graph, self.forms = Graph(), forms
         self.graph.owning_module = self._root = nn.Module()  # type: ignore[assignment]
         self._nodes: dict[int, Node] = {}  # by the id of the tensor
         self._tensors: list[Tensor] = []  # kept alive, because an id may be used again
@@ -91,10 +93,11 @@ class Recorder(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         if func in self.forms:
+            form = self.forms[func]
+            if form is None:
+                raise CannotRecordError(f"it calls {func}")
             with self:
-                return self.forms[func](*args, **kwargs)
-        if func in self.stops:
-            raise CannotRecordError(f"it calls {func}")
+                return form(*args, **kwargs)
         if torch.Tag.data_dependent_output in func.tags:
             raise CannotRecordError(f"it reads the value of a tensor ({func})")
         if func is aten.ones_like.default and args[0].dim() == 0:
@@ -141,18 +144,13 @@ class Recorder(TorchDispatchMode):
         self._keep(self.graph.get_attr(name), x)
 
 
-def record(
-    function: Callable[..., Sequence[Tensor]],
-    inputs: Sequence[Tensor],
-    stops: frozenset[Any] = frozenset(),
-    forms: Mapping[Any, Any] | None = None,
-) -> Graph:
+def record(function: Callable[..., Sequence[Tensor]], inputs: Sequence[Tensor], forms: Forms = NO_FORMS) -> Graph:
     """Return the graph of `function(*inputs)`, evaluated at the inputs. See `Recorder`.
 
     Raises:
-        CannotRecordError: the function reads the value of a tensor, or calls an operation of `stops`.
+        CannotRecordError: the function reads the value of a tensor, or calls an operation whose form is None.
     """
-    recorder = Recorder(inputs, stops, forms or {})
+    recorder = Recorder(inputs, forms)
     with recorder:
         results = function(*inputs)
     recorder.graph.output(tuple(map(recorder.node_of, results)))
@@ -174,8 +172,8 @@ def run_plain(plain: Plain, weights: Sequence[Tensor], batch: Sequence[Tensor]) 
     return losses, [g for g in grads if g is not None], slots
 
 
-def record_pass(plain: Plain, weights: Sequence[Tensor], *batch: Tensor, **options: Any) -> Recording:
-    """Return the recording of `plain` at weights and a batch, with the options of `record`.
+def record_pass(plain: Plain, weights: Sequence[Tensor], *batch: Tensor, forms: Forms = NO_FORMS) -> Recording:
+    """Return the recording of `plain` at weights and a batch.
 
     Raises:
         CannotRecordError: the pass cannot be recorded.
@@ -188,7 +186,7 @@ def record_pass(plain: Plain, weights: Sequence[Tensor], *batch: Tensor, **optio
         return (losses, *grads)
 
     inputs = [*(w.detach() for w in weights), *(t.clone() for t in batch)]  # which the model may write
-    graph = record(flat, inputs, **options)
+    graph = record(flat, inputs, forms)
     if any(map(_writes, graph.nodes)):
         with torch.no_grad():
             graph = record(functionalize(module_of(graph)), inputs)
@@ -480,7 +478,7 @@ class Replays:
         assert self.make_row_pass is not None
         rows, size = batch[0].shape[:2]
         try:
-            graph, slots = self._record(weights, batch, (ROWS, size), stops=FORMLESS, forms=FORMS)
+            graph, slots = self._record(weights, batch, (ROWS, size), FORMS)
         except CannotRecordError:
             self._formless.add(self._keys(rows, size, batch, 2)[1])
             raise
@@ -502,13 +500,15 @@ class Replays:
         strides = [(1,), *((s.length, *s.stride) for s in segments)]
         return Replay(joint_function(one.graph, other.graph, self.product_of, strides, batch), one.slots)
 
-    def _record(self, weights: list[Tensor], batch: Tensors, shape: Shape | None = None, **options: Any) -> Recording:
+    def _record(
+        self, weights: list[Tensor], batch: Tensors, shape: Shape | None = None, forms: Forms = NO_FORMS
+    ) -> Recording:
         """Return the recording of a pass, at its own shape or another. Raises CannotRecordError if the pass cannot be
         recorded, and the error of the plain pass if that raises too."""
         old_state = python_state(self.module)
         some_weights, some = (weights, batch) if shape is None else self._resized(weights, batch, *shape)
         try:
-            recording = record_pass(self.plain, some_weights, *some, **options)
+            recording = record_pass(self.plain, some_weights, *some, forms=forms)
         except CannotRecordError:
             raise
         except Exception as error:

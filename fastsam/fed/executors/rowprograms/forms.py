@@ -94,7 +94,8 @@ def layer_norm_backward(
     return rest * inverse, (g * normal).sum(leading) if mask[1] else None, g.sum(leading) if mask[2] else None
 
 
-FORMS: Mapping[Any, Callable[..., Any]] = {
+# An operation of forward passes without a form has None. A recording for a row program stops at it.
+FORMS: Mapping[Any, Callable[..., Any] | None] = {
     aten.gelu.default: gelu,
     aten.gelu_backward.default: gelu_backward,
     aten.silu.default: silu,
@@ -104,15 +105,10 @@ FORMS: Mapping[Any, Callable[..., Any]] = {
     aten.native_layer_norm.default: layer_norm,
     aten.native_layer_norm_backward.default: layer_norm_backward,
     aten.mean.dim: mean,
+    aten.convolution.default: None,
+    aten.native_group_norm.default: None,
+    aten._scaled_dot_product_flash_attention_for_cpu.default: None,
+    aten._scaled_dot_product_efficient_attention.default: None,
+    aten._scaled_dot_product_flash_attention.default: None,
+    aten._scaled_dot_product_cudnn_attention.default: None,
 }
-
-# Operations of forward passes that have no form. A recording for a row program stops at the first one.
-FORMLESS = frozenset(
-    {
-        *(aten.convolution.default, aten.native_group_norm.default),
-        aten._scaled_dot_product_flash_attention_for_cpu.default,
-        aten._scaled_dot_product_efficient_attention.default,
-        aten._scaled_dot_product_flash_attention.default,
-        aten._scaled_dot_product_cudnn_attention.default,
-    }
-)
