@@ -10,14 +10,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fastsam.fed.executors.rowprograms.row_pass import RowPass
+from fastsam.fed.executors.rowprograms import RowPass
 from fastsam_kernels import native
 from fastsam_kernels.hparams import HParam
 from fastsam_kernels.rowprograms import program
 from tests.helpers import emulated
 from tests.helpers.emulated import Emulation
 from tests.helpers.op_cases import same_bits
-from tests.helpers.stacked_passes import make_passes
+from tests.helpers.stacked_passes import make_passes, row_pass_of
 
 ROWS, SAMPLES, STEPS = 3, 40, 2
 FIRST_RULE = 13  # first hyperparameter of a rule
@@ -103,8 +103,8 @@ def recorded_pass(passes: Any, rows: Any, x: Tensor, y: Tensor, batch: int) -> R
     indices = torch.arange(ROWS * batch).view(ROWS, batch) % 3 + 4
     for _ in range(2):
         passes.run(rows, x[indices], y[indices])
-    row_pass = passes.replays.row_pass(batch, x, y)
-    assert isinstance(row_pass, RowPass)
+    row_pass = row_pass_of(passes, batch, x, y)
+    assert row_pass is not None
     return row_pass
 
 

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from fastsam.arena import Arena, Layout
 from fastsam.fed.executors.record import PassResult
+from fastsam.fed.executors.rowprograms import RowPass
 from fastsam.fed.executors.stacked import StackedPasses
 from fastsam.fed.update.model_copy import Replica, trainable
 from fastsam.fed.update.rows import Rows
@@ -42,3 +43,9 @@ def same(passes: StackedPasses, stacked_rows: Rows, x: Tensor, y: Tensor) -> Pas
         assert g.stride()[1:] == segment.stride
         assert not e.numel() or (g - e).abs().max() <= tolerance * max(1, float(e.abs().max()))
     return result
+
+
+def row_pass_of(passes: StackedPasses, size: int, *samples: Tensor) -> RowPass | None:
+    """Return the compared row program of passes with `size` samples, each `[n, ...]`, in a batch, or None."""
+    replay = passes.replays.find(1, size, *samples)
+    return replay.function if replay is not None and isinstance(replay.function, RowPass) else None

@@ -76,15 +76,9 @@ def _draws_on_host(run: Callable[[], object], model: nn.Module, cuda: Cuda) -> s
 
 
 def _changes_python(run: Callable[[], object], model: nn.Module, cuda: Cuda) -> str | None:
-    """Compare the Python state of the model, buffers aside."""
-    buffers = dict(model.named_buffers())
-
-    def state() -> dict[str, object]:
-        return {name: value for name, value in python_state(model).items() if name not in buffers}
-
-    old_state = state()
+    old_state = python_state(model)
     run()
-    changes = difference(old_state, state())
+    changes = difference(old_state, python_state(model))
     return f"a pass changes Python's state ({changes}), which a capture would freeze" if changes else None
 
 

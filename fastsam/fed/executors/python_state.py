@@ -13,12 +13,11 @@ _PLAIN = (int, float, complex, str, bytes, bool, type(None))
 
 def python_state(module: nn.Module) -> dict[str, object]:
     """Return Python's side of a model, as far as it can be compared (numbers, words, lengths, which tensors), and the
-    random generators."""
+    random generators. Buffers are left out (see `TensorGuard`)."""
     state: dict[str, object] = {
         f"{name}.{key}".lstrip("."): comparable(value)
         for name, inner in module.named_modules()
-        for mapping in (inner.__dict__, inner._buffers)
-        for key, value in mapping.items()
+        for key, value in inner.__dict__.items()
     }
     state["Python's random numbers"] = random.getstate()
     state["numpy's random numbers"] = [comparable(v) for v in np.random.get_state()]

@@ -17,19 +17,10 @@ from torch.fx.node import map_arg
 
 aten = torch.ops.aten
 
-VIEWS = frozenset(
-    {
-        aten.view.default, aten.transpose.int, aten.unsqueeze.default, aten.squeeze.dim, aten.squeeze.default,
-        aten.squeeze.dims, aten.expand.default, aten.t.default, aten.permute.default, aten.select.int,
-        aten.slice.Tensor, aten.detach.default, aten.alias.default,
-    }
-)  # fmt: skip
-_RESHAPES = frozenset({aten.view.default, aten._unsafe_view.default, aten.reshape.default})
-_SCALINGS = frozenset({aten.mul.Scalar, aten.mul.Tensor, aten.div.Scalar, aten.div.Tensor})
+_COPIES = (aten.clone.default, aten._to_copy.default)
 _CHANNELS = 8  # channels from which on pooling in channels_last is faster
 
-# Functions with the arguments and results of an operation, at half the cost of a call through
-# `torch.ops`.
+# Functions with the arguments and results of an operation, at half the cost of a call through `torch.ops`.
 _DIRECT_FUNCTIONS: dict[Any, Any] = {
     getattr(getattr(aten, name), overload): getattr(torch, name)
     for names, overload in (
@@ -42,25 +33,17 @@ _DIRECT_FUNCTIONS: dict[Any, Any] = {
     )
     for name in names.split()
 }
-_METHODS: dict[Any, str] = {
-    aten.view.default: "view",
-    aten._unsafe_view.default: "view",
-    aten.unsqueeze.default: "unsqueeze",
-    aten.expand.default: "expand",
-}
+_DIRECT_FUNCTIONS |= {getattr(aten, name).default: getattr(Tensor, name) for name in ("view", "unsqueeze", "expand")}
+_DIRECT_FUNCTIONS[aten._unsafe_view.default] = Tensor.view
 
 
 def simplify(graph: Graph) -> None:
     """Apply the passes that keep the graph one of torch's own operations. Afterwards the values are right again."""
-    fold_seed(graph)
-    if drop_ones(graph):
-        evaluate(graph)
     shorten_views(graph)
-    graph.eliminate_dead_code()
-    if turn_products(graph) | fuse_biases(graph):
-        evaluate(graph)
-        shorten_views(graph)
-        graph.eliminate_dead_code()
+    turn_products(graph)
+    fuse_biases(graph)
+    evaluate(graph)
+    shorten_views(graph)
 
 
 @torch.no_grad()
@@ -71,56 +54,27 @@ def evaluate(graph: Graph) -> None:
         node.meta["val"] = cast("Callable[..., Any]", node.target)(*args, **kwargs)
 
 
-def fold_seed(graph: Graph) -> None:
-    """Keep the seed of the backward pass, a one."""
-    module = graph.owning_module
-    assert module is not None
-    for node in calls(graph):
-        if node.target is aten.ones_like.default and node.meta["val"].dim() == 0:
-            name = f"constant_{node.name}"
-            module.register_buffer(name, node.meta["val"])
-            with graph.inserting_before(node):
-                seed = graph.get_attr(name)
-            seed.meta["val"] = node.meta["val"]
-            _replace(node, seed)
-
-
-def drop_ones(graph: Graph) -> bool:
-    """Leave out multiplications by one, and return True if the graph changed."""
-    is_changed = False
-    for node in calls(graph):
-        if node.target not in _SCALINGS or type(arguments(node)[1]) not in (int, float) or arguments(node)[1] != 1:
-            continue
-        if node.meta["val"].dtype == arguments(node)[0].meta["val"].dtype:
-            for user in node.users:
-                user.target = aten.reshape.default if user.target in _RESHAPES else user.target
-            _replace(node, arguments(node)[0])
-            is_changed = True
-    return is_changed
-
-
 def shorten_views(graph: Graph) -> None:
     """Leave out operations whose result is an earlier tensor (`detach`, `expand` to the same shape, transposed and
-    back, a copy in the same order)."""
-    for node in calls(graph):
-        if not isinstance(node.meta["val"], Tensor):
+    back, a copy in the same order), and operations whose results are not read."""
+    nodes: dict[tuple[object, ...], Node] = {}
+    for node in graph.nodes:
+        if not isinstance(node.meta.get("val"), Tensor):
             continue
-        sources = _sources(node)
-        if node.target in (aten.clone.default, aten._to_copy.default):
-            sources = node.all_input_nodes  # none of a number
-        replacement = next((n for n in sources if layout_of(n) == layout_of(node)), None)
-        if replacement is not None:
+        layout = layout_of(node)
+        sources = node.all_input_nodes if node.target in _COPIES else []  # none of a number
+        replacement = next((n for n in sources if layout_of(n) == layout), None)
+        replacement = replacement or nodes.setdefault((memory(node), *layout), node)
+        if replacement is not node and node.op == "call_function":
             _replace(node, replacement)
-        elif node.target is aten.reshape.default and sources:
-            node.target = aten.view.default
+    graph.eliminate_dead_code()
 
 
-def turn_products(graph: Graph) -> bool:
+def turn_products(graph: Graph) -> None:
     """Replace a product of matrices that is only read transposed, with or without a bias, by the product of the
-    transposed matrices, and return True if the graph changed. The result then has the order in memory in which it is
-    read, and gradients of weights have the order of the weights.
+    transposed matrices. The result then has the order in memory in which it is read, and gradients of weights have the
+    order of the weights.
     """
-    is_changed = False
     for node in reversed(calls(graph)):  # a sum before its product
         if not node.users or not all(map(_is_transpose, node.users)):
             continue
@@ -134,14 +88,10 @@ def turn_products(graph: Graph) -> bool:
         for user in list(node.users):
             _replace(user, product)
         graph.erase_node(node)
-        is_changed = True
-    return is_changed
 
 
-def fuse_biases(graph: Graph) -> bool:
-    """Compute `bias + bmm(a, b)` in one call if nothing else reads the product, and return True if the graph
-    changed."""
-    is_changed = False
+def fuse_biases(graph: Graph) -> None:
+    """Compute `bias + bmm(a, b)` in one call if nothing else reads the product."""
     for node in calls(graph):
         if node.target is not aten.add.Tensor or node.kwargs or not all(isinstance(n, Node) for n in arguments(node)):
             continue
@@ -150,9 +100,7 @@ def fuse_biases(graph: Graph) -> bool:
             if is_whole and _is_product(product) and bias.meta["val"].dtype == product.meta["val"].dtype:
                 node.target, node.args = aten.baddbmm.default, (bias, *arguments(product))
                 graph.erase_node(product)
-                is_changed = True
                 break
-    return is_changed
 
 
 # --- a graph that is run as it is ---
@@ -165,10 +113,7 @@ def function_of(graph: Graph, strides: Sequence[tuple[int, ...]]) -> Callable[..
             node.target = pool_images
     _place_outputs(graph, strides)
     for node in calls(graph):
-        if node.target in _DIRECT_FUNCTIONS:
-            node.target = _DIRECT_FUNCTIONS[node.target]
-        elif node.target in _METHODS:
-            node.op, node.target = "call_method", _METHODS[node.target]
+        node.target = _DIRECT_FUNCTIONS.get(node.target, node.target)
     for node in graph.nodes:
         node.meta.clear()  # tensors as they were
     run: Callable[..., Sequence[Tensor]] = module_of(graph).forward
@@ -232,7 +177,8 @@ def outputs(graph: Graph) -> list[Node]:
 
 def memory(node: Node) -> int:
     """Return a number for the memory of an evaluated node, equal for views of one memory."""
-    return int(node.meta["val"].untyped_storage()._cdata)
+    value = node.meta.get("val")
+    return int(value.untyped_storage()._cdata) if isinstance(value, Tensor) else id(node)
 
 
 def layout_of(node: Node) -> tuple[object, ...]:
@@ -252,15 +198,6 @@ def call(graph: Graph, op: Any, *args: Any) -> Node:
 def _replace(node: Node, replacement: Node) -> None:
     node.replace_all_uses_with(replacement)
     node.graph.erase_node(node)
-
-
-def _sources(node: Node) -> list[Node]:
-    """Return the sources of a view, the farthest first."""
-    nodes: list[Node] = []
-    while node.target in VIEWS or (node.target in _RESHAPES and memory(node) == memory(arguments(node)[0])):
-        node = arguments(node)[0]
-        nodes.append(node)
-    return nodes[::-1]
 
 
 def _is_product(node: object) -> bool:

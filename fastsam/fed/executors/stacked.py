@@ -23,7 +23,7 @@ from fastsam.fed.executors.base import refusal
 from fastsam.fed.executors.gradient_passes import NEEDS_PAIRS, ModelPasses, check_scalar
 from fastsam.fed.executors.record import BF16_LOSS, Replays, agree
 from fastsam.fed.executors.simplify import copy_with_strides
-from fastsam.fed.executors.slow_calls import SilentCalls
+from fastsam.fed.executors.slow_calls import SlowCalls
 from fastsam.fed.executors.stacked_dropout import StackedDropout, stacked_dropout
 from fastsam.fed.executors.stacked_lookups import StackedLookups
 from fastsam.fed.executors.stacked_masks import advice, kept_masks
@@ -79,7 +79,7 @@ class StackedPasses:
     batch]`, equal for all samples of a row (see `stacked_dropout`).
     """
 
-    def __init__(self, replica: Replica, layout: Layout, setup: Setup, calls: SilentCalls | None = None) -> None:
+    def __init__(self, replica: Replica, layout: Layout, setup: Setup, calls: SlowCalls | None = None) -> None:
         # Operations in `vmap` import it at their first use: seconds, which would count as training of the first round
         # of a process.
         import torch._dynamo  # noqa: F401
@@ -96,7 +96,7 @@ class StackedPasses:
         self._vmap = partial(vmap, randomness="different" if self.draws else "error")
         self._outputs, self._losses = self._vmap(self._output), self._vmap(self._loss)
         self._batch_losses = self._vmap(self._batch_loss)
-        self.lookups, self.calls = StackedLookups(), calls or SilentCalls()
+        self.lookups, self.calls = StackedLookups(), calls or SlowCalls()
         self.masks = kept_masks(replica.module)
         product_of = partial(ops.product_of, backend=setup.backend)
         self.replays = Replays(self.gradients, replica.module, layout, rowprograms.maker(setup), product_of)
@@ -330,12 +330,8 @@ def has_row_program(setup: Setup) -> bool:
     if setup.example is None:
         return False
     replica, rows = _trial_rows(setup)
-    replays = StackedPasses(replica, setup.layout, setup).replays
-    if replays.make_row_pass is None:
-        return False
     batch = [torch.stack([t, t]) for t in tensors_of(setup.example)]
-    replays.run(rows.leaves, *batch)
-    return replays.has_row_pass(*batch)
+    return StackedPasses(replica, setup.layout, setup).replays.has_row_program(rows.leaves, *batch)
 
 
 def _trial_batches(setup: Setup) -> Iterator[Tensors]:

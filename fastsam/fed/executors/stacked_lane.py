@@ -47,7 +47,7 @@ class StackedLane:
     def __init__(self, setup: Setup, rows: Rows, slots: int) -> None:
         self.setup, self.rows, self._slots = setup, rows, slots
         self.replica = Replica(setup.model, setup.layout, rows.z[0])
-        self.passes = stacked.StackedPasses(self.replica, setup.layout, setup, SlowCalls())
+        self.passes = stacked.StackedPasses(self.replica, setup.layout, setup, SlowCalls(is_logged=True))
         self.replica.module.train()
         self._scratch: ScratchRows | None = None
 

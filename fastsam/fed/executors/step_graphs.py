@@ -78,9 +78,9 @@ class StepGraphs:
             self._captures.replay(key, inputs)
         else:
             work(inputs)
-            function = row_steps.replays.find_function(size, n, *samples, *([inputs[:, 0]] if draws else []))
-            if is_plain and function is not None and first.error is None and not row_steps.serves(first):
-                self._captures.capture(key, inputs, work, (samples, function, scratch))
+            replay = row_steps.replays.find(n, size, *samples, *([inputs[:, 0]] if draws else []))
+            if is_plain and replay is not None and first.error is None and not row_steps.serves(first):
+                self._captures.capture(key, inputs, work, (samples, replay.function, scratch))
         for client in clients:
             client.advance(steps, self._passes[first.key])
 

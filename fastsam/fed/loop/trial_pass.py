@@ -53,7 +53,7 @@ def try_pass(
     _check_hooks(model)
     device, start = trainable(trial)[0].device, _copies(trial)
     versions = [t._version for t in batch if not t.is_inference()]
-    copies, state = [t.clone() for t in batch], _python_state(trial)
+    copies, state = [t.clone() for t in batch], python_state(trial)
     with restore_random_state(device):
         recorder = EffectRecorder(trial, device)
         with explain(failure), recorder:
@@ -81,7 +81,7 @@ def try_pass(
                 recorded_value, _ = _repeat(trial, batch, compute, start)
             if _are_close(plain_value, second_value) and _are_close(recorded_value, value):
                 value = second_value
-    _check_repeated(value, second_value, difference(state, _python_state(trial)))
+    _check_repeated(value, second_value, difference(state, python_state(trial)))
     foreign = leaves.keys() & _leaves(second_value).keys() - {*map(id, trial.parameters()), *map(id, batch)}
     if foreign:
         leaf = leaves[min(foreign)]
@@ -158,11 +158,6 @@ def explain(failure: str) -> Iterator[None]:
 def restore_random_state(device: torch.device) -> AbstractContextManager[None]:
     """Restore torch's default generators at the end."""
     return torch.random.fork_rng([device] if device.type == "cuda" else [])
-
-
-def _python_state(trial: nn.Module) -> dict[str, object]:
-    buffers = dict(trial.named_buffers())
-    return {name: value for name, value in python_state(trial).items() if name not in buffers}
 
 
 def _leaves(value: Tensor) -> dict[int, Tensor]:

@@ -132,9 +132,10 @@ def test_a_recording_for_a_row_program_stops_once_at_an_operation_without_a_form
     assert len(calls) == 7, "one that stops, two recordings, two comparisons, and those of two more sizes"
 
 
-def test_the_least_recently_used_recording_goes_first():
+def test_the_least_recently_used_recording_goes_first(monkeypatch):
+    monkeypatch.setattr(record, "MAX_RECORDINGS", 2)
     passes, form = make_passes(nn.Linear(3, 2), lambda out, y: out.square().mean())
-    passes.replays = Replays(passes.gradients, passes.module, passes.layout, max_recordings=2)
+    passes.replays = Replays(passes.gradients, passes.module, passes.layout)
     calls = count_passes(passes)
 
     def run(length):

@@ -1,6 +1,5 @@
 """Row programs in executors: passes against autograd, whole local epochs bit for bit against step by step."""
 
-import importlib
 import os
 import subprocess
 import sys
@@ -29,7 +28,7 @@ from tests.helpers.crosses import one_in
 from tests.helpers.emulated_rows import work_of
 from tests.helpers.fed_runs import digest, vector
 from tests.helpers.places import ROOT
-from tests.helpers.stacked_passes import StackedPasses, make_passes, same
+from tests.helpers.stacked_passes import StackedPasses, make_passes, row_pass_of, same
 from tests.promises import cases
 
 pytestmark = pytest.mark.skipif(native.why_not("cpu") is not None, reason=f"{native.why_not('cpu')}")
@@ -62,8 +61,8 @@ def test_dense_classifiers_have_a_row_program(activation: type, loss: Callable[.
         y[0, 0] = -100 if n > 1 else 0  # a label that does not count
         for _ in range(2):
             losses, grads, _ = same(passes, form, x, y)
-        assert passes.replays.has_row_pass(x, y)
-        row_pass = passes.replays.row_pass(n, x[0], y[0])
+        row_pass = row_pass_of(passes, n, x[0], y[0])
+        assert row_pass is not None
         single_row_program = row_pass.program([*(t[:1] for t in (*form.leaves, x, y)), *row_pass.constants])[0]
         assert torch.equal(single_row_program[: form.z.shape[1] + 1][-1], losses[0]), "other rows change no bit"
         assert torch.equal(passes.layout.views(single_row_program)[0], grads[0][0])
@@ -94,7 +93,7 @@ def test_operations_made_of_others_have_a_row_program(middle: nn.Module) -> None
     x, y = torch.randn(3, 7, 12), torch.randint(4, (3, 7))
     for _ in range(2):
         same(passes, form, x, y)
-    assert passes.replays.has_row_pass(x, y)
+    assert row_pass_of(passes, 7, x[0], y[0]) is not None
 
 
 class Words(nn.Module):
@@ -137,7 +136,7 @@ def test_text_models_have_a_row_program(name: str) -> None:
         x[0, :, :4] = 2
         for _ in range(2):
             same(passes, form, x, y)
-        assert passes.replays.has_row_pass(x, y)
+        assert row_pass_of(passes, n, x[0], y[0]) is not None
     for index in (11, -1):
         x[1, 2, 3] = index
         with pytest.raises(RuntimeError, match=f"Index {index} is out of bounds"):
@@ -159,32 +158,36 @@ def test_other_lookups_are_replayed_operation_by_operation(model: nn.Module) -> 
     x, y = torch.randint(11, (3, 5, 7)), torch.randint(4, (3, 5))
     for _ in range(3):
         same(passes, form, x, y)
-    assert not passes.replays.has_row_pass(x, y)
+    assert passes.replays.find(3, 5, x[0], y[0]) is not None and row_pass_of(passes, 5, x[0], y[0]) is None
 
 
 @pytest.mark.parametrize("activation", [nn.ELU, nn.Softplus])
 def test_what_has_no_form_is_replayed_operation_by_operation(activation: type) -> None:
     passes, form = make_passes(model_of(activation), F.cross_entropy, 3)
     x, y = torch.randn(3, 5, 12), torch.randint(4, (3, 5))
-    same(passes, form, x, y)
-    assert not passes.replays.has_row_pass(x, y)
+    for _ in range(2):
+        same(passes, form, x, y)
+    assert passes.replays.find(3, 5, x[0], y[0]) is not None and row_pass_of(passes, 5, x[0], y[0]) is None
     passes, form = make_passes(model_of().double(), F.cross_entropy, 3)
-    same(passes, form, x.double(), y)
-    assert not passes.replays.has_row_pass(x.double(), y), "row programs are float32"
+    x = x.double()
+    for _ in range(2):
+        same(passes, form, x, y)
+    assert passes.replays.find(3, 5, x[0], y[0]) is not None
+    assert row_pass_of(passes, 5, x[0], y[0]) is None, "row programs are float32"
 
 
 @pytest.mark.parametrize(("width", "fits"), [(32, True), (128, True), (200, False), (1024, False)])
 def test_on_a_gpu_a_row_fits_the_memory_of_its_block(width: int, fits: bool, monkeypatch: MonkeyPatch) -> None:
     """A row of an MLP 64-width-10 and a batch of 16, with 227 KB of shared memory in a block."""
-    module, make = importlib.import_module("fastsam.fed.executors.rowprograms.row_pass"), ops.row_program
-    monkeypatch.setattr(module, "shared_memory", lambda device: 227 * 2**10)
+    make = ops.row_program
+    monkeypatch.setattr(rowprograms, "shared_memory", lambda device: 227 * 2**10)
     monkeypatch.setattr(ops, "row_program", lambda *operands: make(*operands[:-1]))  # on the CPU
     passes, form = make_passes(model_of(nn.ReLU, 64, width, 10), F.cross_entropy, 2)
-    passes.replays.make_row_pass = partial(module.row_pass, passes.layout, torch.device("cuda"))
+    passes.replays.make_row_pass = partial(rowprograms.row_pass, passes.layout, torch.device("cuda"))
     x, y = torch.randn(2, 16, 64), torch.randint(10, (2, 16))
     for _ in range(3):
         same(passes, form, x, y)
-    assert passes.replays.has_row_pass(x, y) is fits
+    assert (row_pass_of(passes, 16, x[0], y[0]) is not None) is fits
 
 
 def test_labels_that_are_no_class() -> None:
@@ -197,7 +200,7 @@ def test_labels_that_are_no_class() -> None:
 
 def test_inputs_that_do_not_fit() -> None:
     passes, form, x, y = prepare_passes()
-    result = passes.replays.row_pass(5, x[0], y[0])
+    result = row_pass_of(passes, 5, x[0], y[0])
     leaves = [v.detach() for v in form.leaves]
     for bad_x in (x[:, :4], x.double(), x.mT.contiguous().mT, x[:1]):
         with pytest.raises(RuntimeError, match="another shape, order of memory or dtype"):
@@ -216,9 +219,9 @@ def test_samples_and_labels_that_are_not_there() -> None:
     passes, form = make_passes(model_of(), F.cross_entropy, 2)
     x, y, indices = torch.randn(9, 12), torch.randint(4, (9,)), torch.arange(10).view(2, 5) % 9
     passes.run(form, x[indices], y[indices])
-    assert passes.replays.row_pass(5, x, y) is None, "compared with the plain pass once"
+    assert row_pass_of(passes, 5, x, y) is None, "compared with the plain pass once"
     passes.run(form, x[indices], y[indices])
-    row_pass, losses = passes.replays.row_pass(5, x, y), torch.zeros(2, dtype=torch.float64)
+    row_pass, losses = row_pass_of(passes, 5, x, y), torch.zeros(2, dtype=torch.float64)
 
     failures = torch.zeros(2, 3, dtype=torch.int64)
 
@@ -289,7 +292,7 @@ def test_epochs_have_the_bits_of_single_steps(method: str, options: dict, monkey
     slow_names = "fedsmoo", "fedgsam", "fedmoswa"
     assert (max(calls, default=0) > 1) == (method not in slow_names), "duals, gaps and changing rates go step by step"
     assert native_ == digest(train(method, slots=5, **options)), "rows are computed by themselves"
-    monkeypatch.setattr(Replays, "row_pass", lambda *a: None)
+    monkeypatch.setattr(Replays, "find", lambda *a: None)
     assert native_ == digest(train(method, slots=3, **options))
 
 
@@ -319,8 +322,21 @@ def test_epochs_of_texts_have_the_bits_of_single_steps(method: str, monkeypatch:
     monkeypatch.setattr(RowSteps, "_train", count)
     native_ = vector(texts(method, 3).model)
     assert max(counts) > 1 and torch.equal(native_, vector(texts(method, 5).model))
-    monkeypatch.setattr(Replays, "row_pass", lambda *a: None)
+    monkeypatch.setattr(Replays, "find", lambda *a: None)
     assert torch.equal(native_, vector(texts(method, 3).model))
+
+
+def test_texts_of_other_lengths_have_other_row_programs() -> None:
+    """Texts of two lengths are not in a store."""
+    draw = torch.Generator().manual_seed(0)
+    data = [(torch.randint(11, (12, n), generator=draw), torch.arange(12) % 4) for n in (7, 9, 7, 9)]
+    one, two = (
+        vector(
+            fed.run(Words(mean_of_words), data, fed.FedSAM(), executor=executor, batch_size=4, cohort=4, rounds=3).model
+        )
+        for executor in ("sequential", "vmap")
+    )
+    assert torch.allclose(one, two, rtol=0, atol=1e-5)
 
 
 def test_an_index_outside_of_a_table_excludes_its_client_alone() -> None:
@@ -436,7 +452,7 @@ def test_steps_check_the_memory_beside_the_weights() -> None:
     x, y, indices = torch.randn(9, 6), torch.randint(3, (9,)), torch.arange(8).view(2, 4)
     for _ in range(2):
         passes.run(form, x[indices], y[indices])
-    row_pass, failures = passes.replays.row_pass(4, x, y), torch.zeros(2, 3, dtype=torch.int64)
+    row_pass, failures = row_pass_of(passes, 4, x, y), torch.zeros(2, 3, dtype=torch.int64)
     far, long, group = (form.layout.table.clone() for _ in range(3))
     far[0, 0], long[0, 1], group[0, 2] = form.z.shape[1], 2**62, 1
     narrow, sums = form.z[:, :16].contiguous(), torch.zeros(2, dtype=torch.float64)

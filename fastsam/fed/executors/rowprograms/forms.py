@@ -1,10 +1,10 @@
 """Operations of torch as several operations that have a form in a row program. A recording for a row program has these
-in their place."""
+in their place, and stops at operations that have no form."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from math import pi, sqrt
+from math import pi, prod, sqrt
 from typing import Any
 
 import torch
@@ -58,6 +58,11 @@ def softmax_backward(g: Tensor, out: Tensor, dim: int, dtype: torch.dtype) -> Te
     return out * (g - (g * out).sum(dim, keepdim=True))
 
 
+def mean(x: Tensor, dims: list[int] | None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Tensor:
+    """Return the sum over dimensions times the inverse of their size."""
+    return x.sum(dims, keepdim, dtype=dtype) * (1.0 / prod(x.shape[d] for d in dims or range(x.dim())))
+
+
 def layer_norm(
     x: Tensor, shape: Sequence[int], weight: Tensor | None, bias: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -89,7 +94,8 @@ def layer_norm_backward(
     return rest * inverse, (g * normal).sum(leading) if mask[1] else None, g.sum(leading) if mask[2] else None
 
 
-FORMS: Mapping[Any, Callable[..., Any]] = {
+# An operation of forward passes without a form has None. A recording for a row program stops at it.
+FORMS: Mapping[Any, Callable[..., Any] | None] = {
     aten.gelu.default: gelu,
     aten.gelu_backward.default: gelu_backward,
     aten.silu.default: silu,
@@ -98,4 +104,11 @@ FORMS: Mapping[Any, Callable[..., Any]] = {
     aten._softmax_backward_data.default: softmax_backward,
     aten.native_layer_norm.default: layer_norm,
     aten.native_layer_norm_backward.default: layer_norm_backward,
+    aten.mean.dim: mean,
+    aten.convolution.default: None,
+    aten.native_group_norm.default: None,
+    aten._scaled_dot_product_flash_attention_for_cpu.default: None,
+    aten._scaled_dot_product_efficient_attention.default: None,
+    aten._scaled_dot_product_flash_attention.default: None,
+    aten._scaled_dot_product_cudnn_attention.default: None,
 }

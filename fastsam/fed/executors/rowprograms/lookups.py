@@ -12,7 +12,7 @@ from fastsam.fed.executors.rowprograms.memory_plan import ROWS, root
 from fastsam.fed.executors.simplify import arguments, aten
 from fastsam.fed.executors.stacked_lookups import OUTSIDE
 
-_IN_ORDER = (aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten.clone.default)
+_IN_ORDER = (aten.view.default, aten._unsafe_view.default, aten.clone.default)
 
 
 def separate_lookups(graph: Graph) -> None:

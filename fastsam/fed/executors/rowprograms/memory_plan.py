@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
-from fastsam.fed.executors.simplify import VIEWS, arguments, memory
+from fastsam.fed.executors.simplify import memory
 from fastsam_kernels.rowprograms.instructions import FIRST_INPUT, OUT, SCRATCH, Input, NoFormError, RowOperand
 
 ROWS = 2  # rows of a recording for a row program, whose rows must not depend on their number
@@ -18,11 +18,18 @@ ROWS = 2  # rows of a recording for a row program, whose rows must not depend on
 
 @dataclass
 class Allocation:
-    """The location of the elements of a tensor that is not a view. `tensor` is the tensor of the recording."""
+    """The location of the elements of a tensor that is not a view.
+
+    Attributes:
+        tensor: the tensor of the recording.
+        labels, one: see `Input`.
+    """
 
     base: int
     offset: int
     tensor: Tensor
+    labels: bool = False
+    one: bool = False
 
 
 class MemoryPlan:
@@ -31,24 +38,19 @@ class MemoryPlan:
     Attributes:
         inputs: the inputs that the graph reads, in order.
         constants: the inputs that are tensors of the model.
+        scratch: memory of intermediate results.
     """
 
     def __init__(self, graph: Graph) -> None:
         self.inputs, self.constants = list[Input](), list[Tensor]()
         self._places: dict[Node, Allocation] = {}
-        self._memory = Scratch(graph)
+        self.scratch = Scratch(graph)
         for node in graph.find_nodes(op="placeholder"):
             self._add(node, rows=1)
-
-    @property
-    def scratch(self) -> int:
-        """Elements of scratch memory."""
-        return self._memory.size
 
     def read(self, node: Node, shape: Sequence[int]) -> RowOperand:
         """Return `node`, broadcast to the stacked `shape`. Raises NoFormError if rows do not stay separate."""
         place, t = self._place(node), node.meta["val"]
-        tensor_input = self._input(place)
         check_dtype(t)
         if shape[0] != ROWS or 0 in shape:
             raise NoFormError("a tensor without rows, or without elements")
@@ -56,17 +58,15 @@ class MemoryPlan:
             strides = t.expand(list(shape)).stride()
         except RuntimeError:
             raise NoFormError("shapes that are not broadcast") from None
-        is_one = place.tensor.dim() == 0 or (tensor_input is not None and tensor_input.one)
-        row_stride = 0 if is_one else place.tensor.stride(0)
-        if strides[0] != row_stride or (tensor_input is not None and tensor_input.labels):
+        row_stride = 0 if place.one or place.tensor.dim() == 0 else place.tensor.stride(0)
+        if strides[0] != row_stride or place.labels:
             raise NoFormError("rows that overlap, or labels as numbers")
         return RowOperand(place.base, _offset(place, t), strides[1:])
 
     def labels(self, node: Node) -> RowOperand:
         """Return class numbers as they are, int64 `[rows, ...]`. Raises NoFormError for labels that are computed."""
         place, t = self._place(node), node.meta["val"]
-        tensor_input = self._input(place)
-        if tensor_input is None or not tensor_input.labels or tensor_input.one or t.stride(0) != place.tensor.stride(0):
+        if not place.labels or place.one or t.stride(0) != place.tensor.stride(0):
             raise NoFormError("labels that are computed")
         return RowOperand(place.base, _offset(place, t), t.stride()[1:])
 
@@ -76,7 +76,7 @@ class MemoryPlan:
         if t.dim() < 1 or t.shape[0] != ROWS or t.stride(0) < span(t):
             raise NoFormError("a result without rows, or with rows in each other")
         if node not in self._places:
-            self._places[node] = Allocation(SCRATCH, self._memory.take(node), t)
+            self._places[node] = Allocation(SCRATCH, self.scratch.take(node), t)
         place = self._places[node]
         return RowOperand(place.base, place.offset, t.stride()[1:])
 
@@ -93,14 +93,8 @@ class MemoryPlan:
         self._places[base] = Allocation(OUT, offset, base.meta["val"])
         return True
 
-    def free(self, node: Node) -> None:
-        """Free the memory of nodes that an operation was the last to read."""
-        self._memory.free(node)
-
     def _place(self, node: Node) -> Allocation:
         base = root(node)
-        if memory(base) != memory(node):
-            raise NoFormError("a view that was a copy")
         if base not in self._places:
             if base.op == "call_function":
                 raise NoFormError("a result that is read in part")
@@ -116,11 +110,8 @@ class MemoryPlan:
             check_dtype(t, is_floating=True)
         if not t.numel():
             raise NoFormError("an empty tensor")
-        self._places[node] = Allocation(FIRST_INPUT + len(self.inputs), 0, t)
+        self._places[node] = Allocation(FIRST_INPUT + len(self.inputs), 0, t, labels, one=not rows)
         self.inputs.append(Input(tuple(t.shape[rows:]), tuple(t.stride()[rows:]), labels, one=not rows))
-
-    def _input(self, place: Allocation) -> Input | None:
-        return self.inputs[place.base - FIRST_INPUT] if place.base >= FIRST_INPUT else None
 
 
 class Scratch:
@@ -145,15 +136,15 @@ class Scratch:
         return offset
 
     def free(self, reader: Node) -> None:
+        """Free the memory of nodes that an operation was the last to read."""
         for node in self._ends.get(reader, ()):
             self._allocations.pop(node, None)
 
 
 def root(node: Node) -> Node:
-    """Return the node of which `node` is a view."""
-    while node.target in VIEWS:
-        node = arguments(node)[0]
-    return node
+    """Return the node that a view is a view of. No other operation has the memory of one of its operands."""
+    source = next((n for n in node.all_input_nodes if memory(n) == memory(node)), None)
+    return node if source is None else root(source)
 
 
 def span(t: Tensor) -> int:

@@ -14,7 +14,7 @@ from fastsam.fed.clients.plan import places_of
 from fastsam.fed.common.transfer import to_device
 from fastsam.fed.executors.base import ClientError
 from fastsam.fed.executors.record import Replays
-from fastsam.fed.executors.rowprograms.row_pass import RowPass
+from fastsam.fed.executors.rowprograms import RowPass
 from fastsam.fed.executors.stacked_client import RowEnd, StackedClient
 from fastsam.fed.executors.task import Setup
 from fastsam.fed.update.rows import Rows
@@ -41,15 +41,24 @@ class RowSteps:
         is_cpu = setup.device.type == "cpu"
         has_programs = replays.make_row_pass is not None
         self.can_serve = has_programs and rule is not None and (is_cpu or rule.name in _RULES_ON_CUDA)
-        self._is_native = None if self.store is None else _are_native(*self.store.tensors)
-        self._known: Passes = {}  # row programs for samples of the store, which are all alike
 
     def train(self, clients: Sequence[StackedClient]) -> list[StackedClient]:
         """Take the next steps of each client for whose batches there are row programs. Return the other clients.
 
         A client that fails has its error.
         """
-        passes = self._passes(clients) if self.can_serve else {}
+        alike: dict[tuple[torch.Size, ...], list[StackedClient]] = {}
+        for client in clients:
+            alike.setdefault(client.shapes, []).append(client)
+        return [other for some in alike.values() for other in self._train_alike(some)]
+
+    def serves(self, client: StackedClient) -> bool:
+        """Return True if `train` takes the client's next step."""
+        return self._count(client, self._passes([client])) > 0
+
+    def _train_alike(self, clients: Sequence[StackedClient]) -> list[StackedClient]:
+        """Do the same for clients with samples of the same shapes."""
+        passes = self._passes(clients)
         if not passes:
             return list(clients)
         groups: dict[Key | int, list[Span]] = {}  # equal keys, and samples in one memory
@@ -64,28 +73,23 @@ class RowSteps:
             self._train(group, passes)
         return others
 
-    def serves(self, client: StackedClient) -> bool:
-        """Return True if `train` takes the client's next step."""
-        return self.can_serve and self._count(client, self._passes([client])) > 0
-
     def _passes(self, clients: Sequence[StackedClient]) -> Passes:
-        """Return the row programs for the batches of some clients."""
+        """Return the row programs for the batches of clients with samples of the same shapes, which are gathered
+        natively."""
+        samples = clients[0].samples
+        if not self.can_serve or not _are_native(*samples):
+            return {}
         sizes = {size for epoch in {c.epoch for c in clients} for size in (epoch[0], epoch[-1])}
-        known = self._known if self.store is not None and self.replays.reason is None else {}
-        for size in sizes - known.keys():
-            row_pass = self.replays.row_pass(size, *clients[0].samples)
-            if row_pass is not None:
-                known[size] = row_pass
-        return {size: known[size] for size in sizes & known.keys()}
+        replays = {size: self.replays.find(len(clients), size, *samples) for size in sizes}
+        passes = {size: replay.function for size, replay in replays.items() if replay is not None}
+        return {size: p for size, p in passes.items() if isinstance(p, RowPass) and p.has_all_gradients}
 
     def _count(self, client: StackedClient, passes: Passes) -> int:
         """Return how many of the client's next steps can be taken natively: with one learning rate in a call.
 
-        They consist of `norm_`, `perturb_`, `update_norm_` and `update_`, on samples that can be gathered natively, and
-        no row is copied before a step.
+        They consist of `norm_`, `perturb_`, `update_norm_` and `update_`, and no row is copied before a step.
         """
-        is_native = _are_native(*client.samples) if self._is_native is None else self._is_native
-        if not is_native or client.batches is not None or not client.key.is_native or client.task.snapshots:
+        if client.batches is not None or not client.key.is_native or client.task.snapshots:
             return 0
         count = client.steps_of_sizes(passes)
         return min(1, count) if client.key.has_rate else count

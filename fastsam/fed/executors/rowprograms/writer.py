@@ -5,7 +5,6 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from math import prod
 from typing import Any
 
 import torch
@@ -13,8 +12,8 @@ from torch.fx import Graph, Node
 
 from fastsam.arena import Segment
 from fastsam.fed.executors.rowprograms.lookups import separate_lookups
-from fastsam.fed.executors.rowprograms.memory_plan import ROWS, MemoryPlan, check_dtype
-from fastsam.fed.executors.simplify import VIEWS, arguments, aten, outputs
+from fastsam.fed.executors.rowprograms.memory_plan import ROWS, MemoryPlan, check_dtype, root
+from fastsam.fed.executors.simplify import arguments, aten, outputs
 from fastsam_kernels.rowprograms.instructions import (
     DIMS,
     IGNORED,
@@ -26,8 +25,6 @@ from fastsam_kernels.rowprograms.instructions import (
     RowOperand,
 )
 
-_COPIES = (aten.clone.default, aten.reshape.default, aten._unsafe_view.default)
-_PRODUCTS = (aten.bmm.default, aten.baddbmm.default)
 _UNARY = {
     aten.relu.default: Code.RELU,
     aten.neg.default: Code.NEGATE,
@@ -70,9 +67,9 @@ class Writer:
             if not self.places.place_output(node, offset, length, strides)
         ]
         for node in graph.nodes:
-            if node.op == "call_function" and node.target not in (*VIEWS, operator.getitem):
+            if node.op == "call_function" and node.target is not operator.getitem and root(node) is node:
                 self._write(node)
-            self.places.free(node)
+            self.places.scratch.free(node)
         for node, offset, strides in copies:  # outputs in another memory order, inputs, and outputs that are equal
             self._add(Code.COPY, node.meta["val"].shape, RowOperand(OUT, offset, strides), node)
 
@@ -80,11 +77,7 @@ class Writer:
 
     def _write(self, call: Node) -> None:
         op, args = call.target, arguments(call)
-        if op in _COPIES:
-            self._copy(call)
-        elif op in _PRODUCTS:
-            self._product(call)
-        elif op in _UNARY and not call.kwargs:
+        if op in _UNARY and not call.kwargs:
             self._elementwise(call, _UNARY[op], args[0])
         elif op in _BINARY and len(args) == 2 and not call.kwargs:
             self._binary(call, _BINARY[op])
@@ -93,10 +86,8 @@ class Writer:
         else:
             raise NoFormError(f"{op} has no form")
 
-    def _add(
-        self, code: Code, shape: Sequence[int], out: RowOperand, *sources: Node | RowOperand, number: float = 0.0
-    ) -> None:
-        operands = [v if isinstance(v, RowOperand) else self.places.read(v, shape) for v in sources]
+    def _add(self, code: Code, shape: Sequence[int], out: RowOperand, *sources: Node, number: float = 0.0) -> None:
+        operands = [self.places.read(v, shape) for v in sources]
         self.instructions.append(Instruction(code, tuple(shape[1:]), out, *operands, number=float(number)).flatten())
 
     def _elementwise(self, call: Node, code: Code, *operands: Any, number: float = 0.0) -> None:
@@ -114,14 +105,7 @@ class Writer:
             self._elementwise(call, code, a, b)
 
     def _copy(self, call: Node) -> None:
-        """Write a copy in the order of the elements, whatever the shape of the result."""
-        operand, t = arguments(call)[0], call.meta["val"]
-        shape, place = operand.meta["val"].shape, self.places.new(call)
-        if t.shape != shape:
-            if not t.is_contiguous():
-                raise NoFormError("a copy with another shape and memory order")
-            place = replace(place, strides=torch.empty(shape, device="meta").stride()[1:])
-        self._add(Code.COPY, shape, place, operand)
+        self._add(Code.COPY, call.meta["val"].shape, self.places.new(call), arguments(call)[0])
 
     def _product(self, call: Node) -> None:
         *bias, a, b = arguments(call)
@@ -143,14 +127,6 @@ class Writer:
         kept_strides = iter(s for d, s in enumerate(place.strides, 1) if not (any(keep) and d in reduced_dims))
         strides = tuple(0 if d in reduced_dims else next(kept_strides) for d in range(1, len(shape)))
         self._add(Code.SUM, shape, replace(place, strides=strides), operand)
-        if call.target is aten.mean.dim:
-            self._scale_(call, 1.0 / prod(shape[d] for d in reduced_dims))
-
-    def _scale_(self, node: Node, number: float) -> None:
-        """Write a multiplication in place."""
-        shape = node.meta["val"].shape
-        place = self.places.read(node, shape)
-        self._add(Code.SCALE, shape, place, place, number=number)
 
     def _log_softmax(self, call: Node) -> None:
         backward, t = call.target is aten._log_softmax_backward_data.default, call.meta["val"]
@@ -246,8 +222,10 @@ class Writer:
 
 
 _WRITERS: dict[Any, Callable[[Writer, Node], None]] = {
+    aten.clone.default: Writer._copy,
+    aten.bmm.default: Writer._product,
+    aten.baddbmm.default: Writer._product,
     aten.sum.dim_IntList: Writer._sum,
-    aten.mean.dim: Writer._sum,
     aten._log_softmax.default: Writer._log_softmax,
     aten._log_softmax_backward_data.default: Writer._log_softmax,
     aten.nll_loss2d_forward.default: Writer._nll,
