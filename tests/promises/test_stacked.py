@@ -110,3 +110,12 @@ def test_an_index_outside_of_the_table_raises(index: int, name: str) -> None:
             case.train(
                 executor, dtype, data, algorithm=algorithm, sampler=lambda t, generator: [0, 1 if t == 2 else 3, 2]
             )
+
+
+@pytest.mark.parametrize("bad", range(4))
+def test_such_an_error_is_torchs_own_also_where_a_row_program_finds_it(bad: int) -> None:
+    case = CASES["words"]
+    data = case.clients(torch.float32, (8,) * 4)
+    data[bad][0][7, 2] = 10
+    with pytest.raises(fed.ClientError, match=f"client {bad} failed in round 1.*: IndexError: index out of range"):
+        case.train("vmap", torch.float32, data, algorithm=fed.FedAvg())

@@ -419,8 +419,12 @@ class Replays:
         Return None if the plain pass has to run. Gradients are stored in the layout's order, in separate memory."""
         batch, size = tuple([t.contiguous() for t in batch]), batch[0].shape[1]
         for replay in self._ways(weights, batch):
-            is_known = replay.is_known(size)
-            result = replay.run(weights, batch) if is_known else self._compared(replay, weights, batch)
+            if replay.is_known(size):
+                try:
+                    return replay.run(weights, batch)
+                except RuntimeError:  # if the batch is wrong, the plain pass has torch's own error
+                    return None
+            result = self._compared(replay, weights, batch)
             if result is not None or size not in replay.wrong_sizes:
                 return result
         return None
