@@ -15,7 +15,7 @@ from fastsam.fed.executors.stacked_client import Group, StackedClient, weighted_
 from fastsam.fed.executors.task import Task, WeightedBatch
 from fastsam.fed.update.gradients import Gradients
 from fastsam.fed.update.model_copy import Replica
-from fastsam.fed.update.passes import Objective, PassesOfBeginning, PassesOfStep
+from fastsam.fed.update.passes import Objective, Passes
 from fastsam.fed.update.rows import Rows
 
 WeightedPart = tuple[StackedClient, Tensors, float]  # a client's batch, and its share in a mean
@@ -45,7 +45,7 @@ class Runner(Protocol):
         """Exclude the clients that have this error, or raise it."""
 
 
-class StackedStep(PassesOfStep):
+class StackedStep(Passes):
     """The passes of one step of some clients."""
 
     def __init__(self, executor: Runner, clients: Group, rows: Rows, batch: Tensors) -> None:
@@ -64,7 +64,7 @@ class StackedStep(PassesOfStep):
         return self._executor.outputs_of(self._clients, w, self._batch)
 
 
-class StackedBeginning(PassesOfBeginning):
+class StackedBeginning(Passes):
     """The passes of some clients before their first step. Batches of one shape share a pass."""
 
     def __init__(self, executor: Runner, clients: Group) -> None:

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from fastsam.fed.update.gradients import Gradients
-from fastsam.fed.update.row_memory import RunFacts, StepFacts
+from fastsam.fed.update.row_memory import RunFacts
 from fastsam.fed.update.rows import Rows
+from fastsam.fed.update.steps import Step
 
 _REMEDY = "Use SGD, Adam, AdamW, Adagrad, RMSprop or Lion, or another algorithm"
 NUMBER = "number"  # last word of the name of a Python number
@@ -37,7 +38,7 @@ class TorchRows(Rows):
         self._lr, self._a, self._prox = 0.0, 1.0, 0.0
         self.parameters: list[nn.Parameter] = []
 
-    def begin(self, step: StepFacts, w: Tensor, lr: float) -> None:
+    def begin(self, step: Step, w: Tensor, lr: float) -> None:
         """See `Rows.begin`."""
         self._lr, self._a, self._prox = lr, float(step.a), float(step.prox or 0.0)
         super().begin(step, w, lr)
