@@ -116,7 +116,7 @@ def _try_step(contract: Contract, setup: Setup, old_state: RunState, step: Step,
         if not isinstance(losses, Tensor) or losses.numel() != 1:
             raise AlgorithmError(f"{label} must return the losses of n clients, [n]: [1] here, got {kind_of(losses)}")
         try:
-            trainer.close()
+            trainer.results()
         except ValueError as error:
             raise AlgorithmError(f"{label} failed: {error}") from error
         versions.check(type(step).__name__)
