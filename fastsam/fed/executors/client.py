@@ -40,16 +40,14 @@ class Client:
         backward_passes: number of backward passes so far. A loop that calls autograd itself adds its own.
     """
 
-    def __init__(
-        self, row: ClientTrainer, stop_requested: Callable[[], bool] | None = None, limit: int | None = None
-    ) -> None:
+    def __init__(self, row: ClientTrainer, stop_requested: Callable[[], bool] | None = None) -> None:
         task = row.task
         if isinstance(task.step, Shifted):
             raise ValueError(
                 "train_client does not serve fed.Shifted, whose perturbation lasts the whole round. Use a step of your "
                 "own, or client.w"
             )
-        self._row, self._task, self._stop_requested, self._limit = row, task, stop_requested, limit
+        self._row, self._task, self._stop_requested = row, task, stop_requested
         self.id, self.num_samples, self.model = task.client, task.work.samples, row.replica.module
         self.has_phases = False  # the local work is more than one path of steps over the run's batches
         self._epochs = 0  # number of epochs begun
@@ -123,7 +121,7 @@ class Client:
     def _read(self, batches: Iterator[Batch]) -> Iterator[Batch]:
         """Yield batches until the executor stops the loop. An error in reading is an error of the client."""
         with self._row.client_errors:
-            for batch in islice(batches, self._limit):
+            for batch in islice(batches, self._row.limit):
                 if self._stop_requested is not None and self._stop_requested():
                     raise StopClient
                 yield batch
@@ -179,19 +177,17 @@ class Client:
     def vector(self, gradients: Gradients) -> Tensor:
         """Return gradients as a row in new memory, 0 for parameters without a gradient."""
         row = torch.zeros_like(self._row.z[0])
-        views = self._row.setup.layout.views(row)
-        for slot, g in zip(gradients.slots, gradients.tensors, strict=True):
-            views[slot].copy_(g)
+        for view, g in self._pairs(row, gradients):
+            view.copy_(g)
         return row
 
     def dot(self, gradients: Gradients, vector: Tensor) -> Tensor:
         """Return the inner product of gradients and a row, a float64 scalar."""
-        views = self._row.setup.layout.views(vector)
-        products = [
-            (views[slot].double() * g.double()).sum()
-            for slot, g in zip(gradients.slots, gradients.tensors, strict=True)
-        ]
-        return torch.stack(products).sum()
+        return torch.stack([(view.double() * g.double()).sum() for view, g in self._pairs(vector, gradients)]).sum()
+
+    def _pairs(self, row: Tensor, gradients: Gradients) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield each gradient with the view of its parameter in a row."""
+        return zip(self._row.rows.views_like(gradients, row), gradients.tensors, strict=True)
 
     def perturb(self, gradients: Gradients, rho: float | None = None) -> None:
         """Move the weights to `w + eps` along the gradients. The next update starts from the unperturbed weights.
@@ -287,7 +283,7 @@ class Client:
             self._results = self._close(None)
         step.check(start, 1)
         self.has_phases, self._epochs = True, 0
-        row.start, row.snapshots = start, {}
+        row.start = start
         row.begin(step, start)
 
     def start_from(self, start: Tensor) -> None:

@@ -63,7 +63,8 @@ class ClientTrainer:
         batch_sizes: number of samples of each step of the task.
         k: number of steps taken.
         backward_passes: number of backward passes of the client.
-        limit: largest number of batches before the first step, None for all; for trials.
+        limit: largest number of batches in a pass over the data, before the first step or in a loop, None for all; for
+            trials.
     """
 
     task: Task
@@ -78,13 +79,10 @@ class ClientTrainer:
         rows: Rows | None = None,
         limit: int | None = None,
     ) -> None:
-        # An optimizer of torch makes the updates if the kernels do not have its rule.
-        own_rows = TorchRows(setup) if setup.rule is None else Rows(setup)
-        self.setup, self.rows = setup, own_rows if rows is None else rows
-        self.z = self.rows.z
+        if rows is None:  # an optimizer of torch makes the updates if the kernels do not have its rule
+            rows = TorchRows(setup) if setup.rule is None else Rows(setup)
+        self.setup, self.rows, self.z = setup, rows, rows.z
         self.replica = Replica(setup.model, setup.layout, self.z[0])
-        if isinstance(self.rows, TorchRows):
-            self.rows.parameters = self.replica.parameters
         self.passes = ModelPasses(self.replica, setup.layout, setup.loss)
         self.random = PassRandomness(setup.device) if random is None else random
         self.client_errors = ClientErrors(self)
@@ -132,10 +130,8 @@ class ClientTrainer:
         self._batch, self._is_first_pass = (x, y), True
         # A captured step must do the same in every replay, and a loop may end after any step.
         rows.may_end = k + 1 == len(self.batch_sizes) or rows.copies or self.task.loop is not None
-        if k in self.task.snapshots:
-            losses = take_step(step, rows, self, [(0, self.snapshots, k)])
-        else:
-            losses = step(rows, self)
+        kept = [(0, self.snapshots, k)] if k in self.task.snapshots else []
+        losses = take_step(step, rows, self, kept) if kept else step(rows, self)
         self.k, self._batch = k + 1, None  # the memory of the batch can be used again
         return losses
 

@@ -130,7 +130,6 @@ class LaneExecutor(Executor):
     def train(self, start: Tensor, buffers: Sequence[Tensor], tasks: Iterable[Task]) -> Generator[ClientOutcome]:
         """See `Executor.train`."""
         with self.random.preserve_states():
-            self.random.start_round()
             try:
                 yield from self._outcomes(start, buffers, iter(tasks))
             except Exception:

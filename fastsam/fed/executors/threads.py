@@ -67,7 +67,6 @@ class Threads(Executor):
                 free.append(row)
 
         with self.random.preserve_states():
-            self.random.start_round()
             # A thread begins with its own count of threads inside an operation.
             pool = ThreadPoolExecutor(self.slots, "fastsam client", torch.set_num_threads, (1,))
             try:

@@ -137,10 +137,10 @@ def _try_loop(
     the data. Return True if the loop has phases, or further models, and the number of its vectors."""
     client = setup.population.largest_client()
     with restore_random_state(setup.device):
-        trainer = ClientTrainer(setup)
+        trainer = ClientTrainer(setup, limit=1)
         try:
             trainer.open(_task(setup, step, round), old_state.server["w"], old_state.buffers)
-            handle = Client(trainer, limit=1)
+            handle = Client(trainer)
             handle.results(contract.train_client(old_state.server, state, round, handle, is_trial=True))
         except ClientError as error:
             cause = error.__cause__ or error

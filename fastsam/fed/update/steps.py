@@ -228,10 +228,11 @@ class Step(NamedOptions):
             value = getattr(self, name)
             if not isinstance(value, (Tensor, type(None))):
                 number(f"{label}.{name}", value, at_least=0 if name in ("rho", "eta") else None)
-        for name, x in (*self.tensors.items(), *((name, getattr(self, name)) for name in self.columns)):
-            shapes = ((n, 1), (1, 1)) if isinstance(x, Tensor) and x.shape[-1:] == (1,) else (w.shape, (n, *w.shape))
-            fits = not isinstance(x, Tensor) or (x.shape in shapes and x.device == w.device)
-            if not fits or (isinstance(x, Tensor) and x.shape[-1:] != (1,) and x.dtype != w.dtype):
+        tensors = [(name, x) for name in _names_of(self) if isinstance(x := getattr(self, name), Tensor)]
+        for name, x in tensors:
+            is_number = x.shape[-1:] == (1,)
+            shapes = ((n, 1), (1, 1)) if is_number else (w.shape, (n, *w.shape))
+            if x.shape not in shapes or x.device != w.device or not (is_number or x.dtype == w.dtype):
                 raise ValueError(
                     f"{label}.{name} must be {w.dtype} {[n, *w.shape]} (or {list(w.shape)}, one for all {n} clients; a "
                     f"number of each client is [{n}, 1]) on {w.device}, like the server's w; "
@@ -311,7 +312,7 @@ class Shifted(Step):
         rows.move(e, start, rows.z)
         torch.sub(start, rows.z, out=p)
         rows.z.copy_(start)
-        coefficient = rows.shift_coefficient(self.prox is not None)
+        coefficient = shift_coefficient(rows, self.prox is not None)
         if coefficient is None:
             if self.q is None:
                 rows["q"].zero_()
@@ -328,12 +329,25 @@ class Shifted(Step):
         return rows.z - rows["p"], rows["p"]
 
 
-def shift_of(rows: Rows) -> Tensor | None:
-    """Return the perturbation of a round that the updates take out of their terms, or None."""
-    key = rows.key
-    if key is None or not issubclass(key.kind, Shifted):
+def shift_coefficient(rows: Rows, has_prox: bool) -> Tensor | None:
+    """Return the coefficient, float64 `[n, 1]`, with which the perturbation of a round is taken out of q, or None if q
+    does not change."""
+    clips = rows.options.clip_norm is not None
+    inside = has_prox or (not clips and rows.rule.decay > 0)
+    if not inside or (clips and rows.options.clip_scope != "full"):
         return None
-    return rows["p"] if rows.takes_shift(key.uses("prox")) else None
+    phi = rows.column(HParam.PROX_MU)
+    return phi if clips else phi + rows.column(HParam.DECAY)
+
+
+def shift_of(rows: Rows) -> Tensor | None:
+    """Return the perturbation of a round that the updates take out of the terms that clipping does not scale, or
+    None."""
+    key, options = rows.key, rows.options
+    if key is None or not issubclass(key.kind, Shifted) or options.clip_norm is None:
+        return None
+    outside = rows.rule.decay > 0 or (options.clip_scope != "full" and key.uses("prox"))
+    return rows["p"] if outside else None
 
 
 def _names_of(step: Step) -> tuple[str, ...]:

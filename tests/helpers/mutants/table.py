@@ -309,7 +309,7 @@ algorithms.fedlesam LocalEstimate.step_server: {**new_state, 'w_old': server['w'
 algorithms.fedlesam LocalEstimate.estimate_step: client.get('w_old_i') if self.reference == 'client' else
     server.get('w_old') => False or server.get('w_old') @ fedlesam
 update.steps Shifted.begin: rows.z.copy_(start) => rows.z.sub_(p) @ fedlesam
-update.rows Rows.shift_coefficient: phi + self.column(HParam.DECAY) => phi @ fedlesam
+update.steps shift_coefficient: phi + rows.column(HParam.DECAY) => phi @ fedlesam
 update.steps Shifted.begin: -coefficient.to(p.dtype) => coefficient.to(p.dtype) @ fedlesam-d
 update.steps Shifted.begin: torch.sub(start, rows.z, out=p) => torch.sub(rows.z, start, out=p) @ fedlesam-d
 # FedRobust
