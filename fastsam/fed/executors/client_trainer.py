@@ -198,7 +198,8 @@ class ClientTrainer:
             raise ValueError(_WRITES)
         self._is_first_pass = False
         run = self.run_pass if is_first else self.keep_buffers
-        loss, gradients = run(*self._batch, objective, operands)
+        x, y = self._batch
+        loss, gradients = run(x, y, objective, operands)
         if writes and self.rows.w is not None:
             source, target = (self.z, self.rows.w) if is_first else (self.rows.w, self.z)
             target.copy_(source)
@@ -259,7 +260,7 @@ class ClientTrainer:
         self.backward_passes += 1
         if self.random.draws:
             self.random.seed_pass(self.task, self.k)
-        return self.passes.run(x, y, objective, [t[0] for t in operands], self.penalty)
+        return self.passes.run(x, y, objective, operands, self.penalty)
 
     def keep_buffers(
         self, x: Any, y: Any, objective: Objective | None = None, operands: Sequence[Tensor] = ()

@@ -54,15 +54,9 @@ class ModelPasses:
         operands: Sequence[Tensor] = (),
         penalty: Penalty | None = None,
     ) -> tuple[Tensor, Gradients]:
-        """Return the loss (detached) at the replica's weights, and the gradients of the loss, or of an objective of
-        loss, outputs, labels and operands in its place, and of a penalty in addition.
-
-        Args:
-            x: inputs, or a batch that has the labels too.
-            y: labels.
-            objective: the objective.
-            operands: its operands.
-            penalty: the penalty.
+        """Return the loss (detached) at the replica's weights on inputs and labels, or on a batch `x` that has both,
+        and its gradients. An objective of loss, outputs, labels and operands takes the loss's place in the gradients,
+        and a penalty of the outputs is added to it. Operands are `[1, ...]`.
 
         Raises:
             ValueError: a value is not a scalar; or samples come in batches, whose outputs only the loss reads.
@@ -71,6 +65,7 @@ class ModelPasses:
             loss = value = self.loss_of(x, y)
         else:
             self.check_pairs()
+            operands = [t[0] for t in operands]
             with self._masks:
                 outputs = self.replica.module(x)
             loss = check_scalar(self.loss(outputs, y))
