@@ -11,12 +11,15 @@ from fastsam.fed.common.transfer import to_device
 from fastsam.fed.update.rows import Rows, RunFacts
 from fastsam.fed.update.steps import Key
 
+_INDICES = 256  # cached sets of rows that are not neighbours; the same sets come every round
+
 
 class ScratchRows:
     """Copies side by side of some of the rows of a memory, at most `n`."""
 
     def __init__(self, rows: Rows, setup: RunFacts, n: int) -> None:
         self.source, self.rows = rows.memory, Rows(setup, n, copies=True)
+        self._indices: dict[tuple[int, ...], Tensor] = {}
 
     def gather(self, index: Tensor, key: Key) -> Rows:
         """Return copies of the rows at `index` (int64 `[rows]` on the device), ready for steps of a key."""
@@ -47,4 +50,9 @@ class ScratchRows:
 
     def index_of(self, places: Sequence[int]) -> Tensor:
         """Return the index of rows on the device."""
-        return to_device(torch.tensor(places), self.source.device)
+        key = tuple(places)
+        if key not in self._indices:
+            if len(self._indices) == _INDICES:
+                self._indices.clear()
+            self._indices[key] = to_device(torch.tensor(key), self.source.device)
+        return self._indices[key]
