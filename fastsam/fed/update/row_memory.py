@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -14,9 +14,6 @@ from fastsam.arena import Arena, Layout
 from fastsam.fed.common.transfer import to_device
 from fastsam.fed.update.rules import LocalRule, sgd_rule
 from fastsam_kernels.hparams import NUM_HPARAMS, HParam
-
-if TYPE_CHECKING:
-    from fastsam.fed.update.steps import Step
 
 NU = 1e-7  # added to the norm of a direction; the papers add nothing, their simulators this
 
@@ -41,6 +38,48 @@ class RunFacts(Protocol):
 
     @property
     def options(self) -> Any: ...
+
+
+class KeyFacts(Protocol):
+    """The facts of a step's key that rows need (`fastsam.fed.update.steps.Key`)."""
+
+    @property
+    def kind(self) -> Any: ...
+
+    @property
+    def given(self) -> frozenset[str]: ...
+
+    @property
+    def two_buffers(self) -> bool: ...
+
+    @property
+    def keeps_numbers(self) -> bool: ...
+
+
+class StepFacts(Protocol):
+    """The facts of a step that rows need (`fastsam.fed.update.steps.Step`)."""
+
+    outputs: ClassVar[tuple[str, ...]]
+
+    @property
+    def key(self) -> KeyFacts: ...
+
+    @property
+    def tensors(self) -> Mapping[str, Tensor]: ...
+
+    @property
+    def start(self) -> Tensor | None: ...
+
+    @property
+    def state(self) -> Mapping[str, Tensor] | None: ...
+
+    @property
+    def a(self) -> float | Tensor: ...
+
+    @property
+    def prox(self) -> float | Tensor | None: ...
+
+    def numbers(self) -> Mapping[int, float | Tensor]: ...
 
 
 class RowMemory:
@@ -99,7 +138,7 @@ class RowMemory:
             self.start.copy_(w)
             self._start_of = w, w._version
 
-    def write_numbers(self, place: slice, step: Step, lr: float) -> None:
+    def write_numbers(self, place: slice, step: StepFacts, lr: float) -> None:
         """Write the hyperparameters of some rows. Most calls would write the numbers of the last call."""
         numbers, key = step.numbers(), step.key
         tensors = {column: x for column, x in numbers.items() if isinstance(x, Tensor)}

@@ -11,19 +11,16 @@ A step (`fastsam.fed.update.steps`) says which of them are called, and in which 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from fastsam.fed.common.transfer import to_device
 from fastsam.fed.update.gradients import Gradients
-from fastsam.fed.update.row_memory import RowMemory, RunFacts
+from fastsam.fed.update.row_memory import KeyFacts, RowMemory, RunFacts, StepFacts
 from fastsam.fed.update.rules import STEP
 from fastsam_kernels.hparams import HParam
-
-if TYPE_CHECKING:
-    from fastsam.fed.update.steps import Key, Step
 
 
 class Rows:
@@ -71,7 +68,7 @@ class Rows:
         ]
         self._leaves: list[Tensor] | None = None
         self.w: Tensor | None = None
-        self.key: Key | None = None
+        self.key: KeyFacts | None = None
         self._has_q, self.may_end, self.is_moved = False, True, False
         self._first_state: Mapping[str, Tensor] = {}
         self._numel = len(self.layout.segments)
@@ -106,7 +103,7 @@ class Rows:
 
     # --- the beginning of a round ---
 
-    def select(self, key: Key) -> None:
+    def select(self, key: KeyFacts) -> None:
         """Take the fields on which steps of a key work."""
         self.key, self._has_q = key, "q" in key.given
         self.w = self["w"] if key.two_buffers else None
@@ -114,7 +111,7 @@ class Rows:
         if self.copies and "start" not in key.given and self.memory.start is not None:
             self._references["start"] = self.memory.start.expand(self.n, -1)
 
-    def begin(self, step: Step, w: Tensor, lr: float) -> None:
+    def begin(self, step: StepFacts, w: Tensor, lr: float) -> None:
         """Begin a round of one client per row.
 
         Args:

@@ -344,7 +344,7 @@ def shift_of(rows: Rows) -> Tensor | None:
     """Return the perturbation of a round that the updates take out of the terms that clipping does not scale, or
     None."""
     key, options = rows.key, rows.options
-    if key is None or not issubclass(key.kind, Shifted) or options.clip_norm is None:
+    if not isinstance(key, Key) or not issubclass(key.kind, Shifted) or options.clip_norm is None:
         return None
     outside = rows.rule.decay > 0 or (options.clip_scope != "full" and key.uses("prox"))
     return rows["p"] if outside else None

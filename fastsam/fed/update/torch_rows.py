@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from fastsam.fed.update.gradients import Gradients
-from fastsam.fed.update.row_memory import RunFacts
+from fastsam.fed.update.row_memory import RunFacts, StepFacts
 from fastsam.fed.update.rows import Rows
-from fastsam.fed.update.steps import Shifted, Step
+from fastsam.fed.update.steps import Shifted
 
 _REMEDY = "Use SGD, Adam, AdamW, Adagrad, RMSprop or Lion, or another algorithm"
 NUMBER = "number"  # last word of the name of a Python number
@@ -35,7 +35,7 @@ class TorchRows(Rows):
         self._lr, self._a, self._prox = 0.0, 1.0, 0.0
         self._parameters = [nn.Parameter(view) for view in self.layout.views(self.z[0])]
 
-    def begin(self, step: Step, w: Tensor, lr: float) -> None:
+    def begin(self, step: StepFacts, w: Tensor, lr: float) -> None:
         """See `Rows.begin`. Raises ValueError for shifted weights, because the optimizer's weight decay belongs to
         weights that are not shifted."""
         if isinstance(step, Shifted):
