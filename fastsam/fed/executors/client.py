@@ -40,21 +40,18 @@ class Client:
         backward_passes: number of backward passes so far. A loop that calls autograd itself adds its own.
     """
 
-    def __init__(
-        self, row: ClientTrainer, stop_requested: Callable[[], bool] | None = None, limit: int | None = None
-    ) -> None:
+    def __init__(self, row: ClientTrainer, stop_requested: Callable[[], bool] | None = None) -> None:
         task = row.task
         if isinstance(task.step, Shifted):
             raise ValueError(
                 "train_client does not serve fed.Shifted, whose perturbation lasts the whole round. Use a step of your "
                 "own, or client.w"
             )
-        self._row, self._task, self._stop_requested, self._limit = row, task, stop_requested, limit
+        self._row, self._task, self._stop_requested = row, task, stop_requested
         self.id, self.num_samples, self.model = task.client, task.work.samples, row.replica.module
         self.has_phases = False  # the local work is more than one path of steps over the run's batches
         self._epochs = 0  # number of epochs begun
         self._batch_size, self._is_new_batch = 0, False
-        self._num_samples = 0  # number of samples in the steps whose losses are recorded
         self._first: Gradients | None = None  # gradients by which the weights are perturbed
         self._gradient_loss: tuple[Tensor, int] | None = None  # loss at the unperturbed weights, and samples
         self._results: ClientResults | None = None  # results of the first model, if `begin` was called
@@ -124,7 +121,7 @@ class Client:
     def _read(self, batches: Iterator[Batch]) -> Iterator[Batch]:
         """Yield batches until the executor stops the loop. An error in reading is an error of the client."""
         with self._row.client_errors:
-            for batch in islice(batches, self._limit):
+            for batch in islice(batches, self._row.limit):
                 if self._stop_requested is not None and self._stop_requested():
                     raise StopClient
                 yield batch
@@ -156,7 +153,6 @@ class Client:
         with row.client_errors:
             losses = row.run_step(x, y)
         row.note_loss(losses, size)
-        self._num_samples += size
         self._gradient_loss = None
         return losses[0]
 
@@ -175,25 +171,23 @@ class Client:
         with row.client_errors:
             loss, gradients = row.keep_buffers(x, y)
         if self._first is None:
-            self._gradient_loss = loss, self._size_of(y)
+            self._gradient_loss = loss.view(1), self._size_of(y)
         return gradients
 
     def vector(self, gradients: Gradients) -> Tensor:
         """Return gradients as a row in new memory, 0 for parameters without a gradient."""
         row = torch.zeros_like(self._row.z[0])
-        views = self._row.setup.layout.views(row)
-        for slot, g in zip(gradients.slots, gradients.tensors, strict=True):
-            views[slot].copy_(g)
+        for view, g in self._pairs(row, gradients):
+            view.copy_(g)
         return row
 
     def dot(self, gradients: Gradients, vector: Tensor) -> Tensor:
         """Return the inner product of gradients and a row, a float64 scalar."""
-        views = self._row.setup.layout.views(vector)
-        products = [
-            (views[slot].double() * g.double()).sum()
-            for slot, g in zip(gradients.slots, gradients.tensors, strict=True)
-        ]
-        return torch.stack(products).sum()
+        return torch.stack([(view.double() * g.double()).sum() for view, g in self._pairs(vector, gradients)]).sum()
+
+    def _pairs(self, row: Tensor, gradients: Gradients) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield each gradient with the view of its parameter in a row."""
+        return zip(self._row.rows.views_like(gradients, row), gradients.tensors, strict=True)
 
     def perturb(self, gradients: Gradients, rho: float | None = None) -> None:
         """Move the weights to `w + eps` along the gradients. The next update starts from the unperturbed weights.
@@ -236,13 +230,8 @@ class Client:
         self._first = None
         row.k += 1
         if self._gradient_loss is not None:
-            self._record(*self._gradient_loss)
-
-    def _record(self, loss: Tensor, size: int) -> None:
-        """Record the loss of a batch of `size` samples."""
-        self._row.note_loss(loss.view(1), size)
-        self._num_samples += size
-        self._gradient_loss = None
+            row.note_loss(*self._gradient_loss)
+            self._gradient_loss = None
 
     def backward(self, x: Any, y: Any) -> Tensor:
         """Fill the gradients of `model`'s parameters, for an optimizer of torch, and return the loss of the data."""
@@ -251,7 +240,8 @@ class Client:
             loss.backward()
         self.backward_passes += 1
         self._row.k += 1
-        self._record(loss.detach(), self._size_of(y))
+        self._row.note_loss(loss.detach().view(1), self._size_of(y))
+        self._gradient_loss = None
         return loss.detach()
 
     # --- phases and further models ---
@@ -284,11 +274,17 @@ class Client:
         Args:
             start: weights at the start.
             step: its local step; None for the step of `local_step`.
+
+        Raises:
+            ValueError: a tensor of the step is not like the weights.
         """
+        row, step = self._row, self._task.own_step if step is None else step
         if self._results is None:
             self._results = self._close(None)
-        self.has_phases, self._epochs, self._num_samples = True, 0, 0
-        self._row.begin_again(self._task.own_step if step is None else step, start)
+        step.check(start, 1)
+        self.has_phases, self._epochs = True, 0
+        row.start = start
+        row.begin(step, start)
 
     def start_from(self, start: Tensor) -> None:
         """Begin at the weights `start` and measure `delta` from there, for methods with several global models."""
@@ -329,7 +325,7 @@ class Client:
         """Return the results of the model that was trained so far. Raises ValueError at perturbed weights."""
         if self._first is not None:
             raise ValueError("the loop ended at perturbed weights. Call update() or restore() after perturb()")
-        return self._row.results(self._num_samples, extra)
+        return self._row.results(extra)
 
     def results(self, extra: Mapping[str, Tensor] | None) -> ClientResults:
         """Return the results of the client, with the tensors that the loop returned."""

@@ -4,8 +4,8 @@ steps."""
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
+from itertools import islice
 from typing import Any
 
 import torch
@@ -56,13 +56,15 @@ class ClientTrainer:
     left them; a parameter without a gradient in a pass is left out of the calls that use it. Nothing in a step waits
     for the device.
 
-    Use: `open(task, ...)`, `next_step` (or `run_step` and `note_loss`) for each of `batches` in the context
-    `client_errors`, then `close()`. A loop of the algorithm uses a row through `fastsam.fed.executors.client.Client`.
+    Use: `open(task, ...)`, `run_step` and `note_loss` for each batch in the context `client_errors`, then `results()`.
+    A loop of the algorithm uses a row through `fastsam.fed.executors.client.Client`.
 
     Attributes:
+        batch_sizes: number of samples of each step of the task.
         k: number of steps taken.
         backward_passes: number of backward passes of the client.
-        limit: largest number of batches before the first step, None for all; for trials.
+        limit: largest number of batches in a pass over the data, before the first step or in a loop, None for all; for
+            trials.
     """
 
     task: Task
@@ -77,13 +79,10 @@ class ClientTrainer:
         rows: Rows | None = None,
         limit: int | None = None,
     ) -> None:
-        # An optimizer of torch makes the updates if the kernels do not have its rule.
-        own_rows = TorchRows(setup) if setup.rule is None else Rows(setup)
-        self.setup, self.rows = setup, own_rows if rows is None else rows
-        self.z = self.rows.z
+        if rows is None:  # an optimizer of torch makes the updates if the kernels do not have its rule
+            rows = TorchRows(setup) if setup.rule is None else Rows(setup)
+        self.setup, self.rows, self.z = setup, rows, rows.z
         self.replica = Replica(setup.model, setup.layout, self.z[0])
-        if isinstance(self.rows, TorchRows):
-            self.rows.parameters = self.replica.parameters
         self.passes = ModelPasses(self.replica, setup.layout, setup.loss)
         self.random = PassRandomness(setup.device) if random is None else random
         self.client_errors = ClientErrors(self)
@@ -93,9 +92,7 @@ class ClientTrainer:
         self.limit, self.backward_passes = limit, 0
         self._noted_losses: list[tuple[Tensor, int, int]] = []  # with their versions and numbers of samples
         self._batch: tuple[Any, Any] | None = None  # the batch of a step, None before and after it
-        self._is_first_pass, self._has_rate = True, False
-        self._changes_model = setup.writes_parameters or bool(self.replica.buffers)
-        self._num_samples: int | None = None
+        self._is_first_pass = True
         self.replica.module.train()
 
     # --- a client's round ---
@@ -103,69 +100,57 @@ class ClientTrainer:
     def open(self, task: Task, start: Tensor, buffers: Sequence[Tensor]) -> None:
         """Begin a task from the weights `start` (`[row_size]`; its step may have its own) and the model's `buffers`."""
         self.set_task(task, start, buffers)
-        for buffer, start_value in zip(self.replica.buffers, self.buffers, strict=True):
-            buffer.copy_(start_value)
         self.random.begin(task)  # a model may draw in the passes before the first step too
-        self.begin_step(task.own_step, start)
+        self.begin(task.own_step, start)
         self.batches = task.work.batches()
-
-    def begin_step(self, step: Step, w: Tensor) -> None:
-        """Begin with a step at the weights `w`, which it may replace."""
-        self.step, self._has_rate = step, step.key.has_rate
-        step.begin(self.rows, w, self.task.lr, self)
 
     def set_task(self, task: Task, start: Tensor, buffers: Sequence[Tensor]) -> None:
         """Set the task, and compute its numbers on the host. See `open`."""
         self.task, self.start, self.buffers = task, task.start(start), task.buffers(buffers)
-        self.step, self._global_weights, self._has_rate = task.step, start, task.step.key.has_rate
+        self.step, self._global_weights = task.step, start
         self.k, self.backward_passes, self.snapshots, self._batch, self._noted_losses = 0, 0, {}, None, []
         self.teachers.clear()
         if task.setup.population.clients.is_batched:
             with self.client_errors:
                 task.work.open()
-        self._measure(task)
+        self.batch_sizes = task.work.batch_sizes()
 
-    def next_step(self, x: Any, y: Any, size: int) -> Tensor:
-        """Take the next local step on a batch of `size` samples, record its losses `[1]`, and return them."""
-        losses = self.run_step(x, y)
-        self.add_loss(losses, size)
-        return losses
+    def begin(self, step: Step, w: Tensor) -> None:
+        """Begin with a step at the weights `w`, which it may replace, and with the client's first buffers."""
+        for buffer, first in zip(self.replica.buffers, self.buffers, strict=True):
+            buffer.copy_(first)
+        self.step, self.k, self._batch = step, 0, None
+        step.begin(self.rows, w, self.task.lr, self)
 
     def run_step(self, x: Any, y: Any) -> Tensor:
         """Take the next local step on a batch, and return the losses `[1]`."""
         rows, step, k = self.rows, self.step, self.k
-        if self._has_rate:
+        if step.key.has_rate:
             self.set_rate()
         self._batch, self._is_first_pass = (x, y), True
         # A captured step must do the same in every replay, and a loop may end after any step.
-        rows.may_end = k == self.last or rows.copies or self.task.loop is not None
-        if k in self.task.snapshots:
-            losses = take_step(step, rows, self, [(0, self.snapshots, k)])
-        else:
-            losses = step(rows, self)
+        rows.may_end = k + 1 == len(self.batch_sizes) or rows.copies or self.task.loop is not None
+        kept = [(0, self.snapshots, k)] if k in self.task.snapshots else []
+        losses = take_step(step, rows, self, kept) if kept else step(rows, self)
         self.k, self._batch = k + 1, None  # the memory of the batch can be used again
         return losses
 
-    def add_loss(self, losses: Tensor, size: int) -> None:
-        """Add the loss of a batch of `size` samples to the client's sum, in float64 and in the order of the steps."""
-        self.rows.losses.add_(losses, alpha=size)
-
     def note_loss(self, losses: Tensor, size: int) -> None:
-        """Add the loss of a batch at the end: between two steps an addition takes three times as long."""
+        """Note the loss of a batch of `size` samples. The results add up the losses in float64 and in the order of the
+        steps: between two steps an addition takes three times as long."""
         self._noted_losses.append((losses, losses._version, size))
 
     def set_rate(self) -> None:
         """Set the learning rate of the next step, for steps that have their own."""
-        self.rows.set_rates([self.task.lr_of_step(min(self.k, self.last), self.last + 1)])
+        steps = len(self.batch_sizes)
+        self.rows.set_rates([self.task.lr * self.step.rate(min(self.k, steps - 1), steps)])
 
-    def close(self) -> ClientResults:
-        """Return the results of the client in new memory."""
-        return self.results(self.num_samples)
+    def results(self, extra: Mapping[str, Tensor] | None = None) -> ClientResults:
+        """Return the results of the client in new memory, with the tensors of a loop.
 
-    def results(self, num_samples: int, extra: Mapping[str, Tensor] | None = None) -> ClientResults:
-        """Return the results of the client, with the number of samples and the tensors of a loop.
-
-        Raises ValueError if noted losses were written over.
+        Raises:
+            ClientError: a pass has changed the model.
+            ValueError: noted losses were written over.
         """
         self.check_model()
         for losses, version, size in self._noted_losses:
@@ -174,14 +159,14 @@ class ClientTrainer:
                     f"{type(self.step).__name__} must return losses in new memory, and these were written over before "
                     "the client's last step; return losses.clone()"
                 )
-            self.add_loss(losses, size)
+            self.rows.losses.add_(losses, alpha=size)
         buffers = self.replica.buffers
         return ClientResults(
             client_ids=(self.task.client,),
             num_steps=(self.k,),
             backward_passes=(self.backward_passes,),
             losses=self.rows.losses.clone(),
-            num_samples=(num_samples,),
+            num_samples=(sum(size for _, _, size in self._noted_losses),),
             buffers=buffer_displacement(buffers, self.buffers)[None] if buffers else None,
             snapshots=(self.snapshots,),
             start=None if self.start is self._global_weights else self.start[None],
@@ -201,54 +186,24 @@ class ClientTrainer:
         if problem is not None:
             raise ClientError.from_model([self.task.client], self.task.round, self.k, problem)
 
-    def begin_again(self, step: Step, start: Tensor) -> None:
-        """Begin with another model of the same client, from the weights `start` and the client's first buffers.
-
-        Raises:
-            ValueError: a tensor of the step is not like the weights.
-        """
-        step.check(start, 1)
-        self.task = replace(self.task, step=step, row=0, snapshots=frozenset())
-        self.start, self.k, self._batch = start, 0, None
-        for buffer, first in zip(self.replica.buffers, self.buffers, strict=True):
-            buffer.copy_(first)
-        self.begin_step(step, start)
-
-    def _measure(self, task: Task) -> None:
-        """Compute the number of steps, and of samples in each."""
-        samples = task.work.samples
-        if self._num_samples != samples:  # the other options are equal for all clients of a run
-            self._num_samples, self.batch_sizes = samples, task.work.batch_sizes()
-            self.last, self.num_samples = len(self.batch_sizes) - 1, sum(self.batch_sizes)
-
     # --- passes (see `fastsam.fed.update.passes.Passes`) ---
 
     def __call__(self, objective: Objective | None = None, *operands: Tensor) -> tuple[Tensor, Gradients]:
         """Run a pass of the present step. Only the first one changes the model: BatchNorm statistics, and weights that
         a forward pass writes in place. A write at perturbed weights is restored with the weights."""
-        batch, is_first = self._batch, self._is_first_pass
-        if batch is None:
+        if self._batch is None:
             raise ValueError(ONLY_IN_STEP)
-        self._is_first_pass = False
-        x, y = batch
-        if self._changes_model:
-            loss, gradients = self._run_changing(x, y, objective, operands, is_first)
-        else:
-            loss, gradients = self.run_pass(x, y, objective, operands)
-        return loss[None], gradients
-
-    def _run_changing(
-        self, x: Any, y: Any, objective: Objective | None, operands: Sequence[Tensor], is_first: bool
-    ) -> tuple[Tensor, Gradients]:
-        """Run a pass of a model with buffers, or whose forward pass writes weights."""
-        writes = self.setup.writes_parameters
+        is_first, writes = self._is_first_pass, self.setup.writes_parameters
         if writes and is_first and self.rows.is_moved:
             raise ValueError(_WRITES)
-        result = (self.run_pass if is_first else self.keep_buffers)(x, y, objective, operands)
+        self._is_first_pass = False
+        run = self.run_pass if is_first else self.keep_buffers
+        x, y = self._batch
+        loss, gradients = run(x, y, objective, operands)
         if writes and self.rows.w is not None:
             source, target = (self.z, self.rows.w) if is_first else (self.rows.w, self.z)
             target.copy_(source)
-        return result
+        return loss[None], gradients
 
     def first(self, batches: int) -> tuple[Tensor, Tensor]:
         """See `Passes.first`."""
@@ -265,18 +220,15 @@ class ClientTrainer:
             raise ValueError(ONLY_IN_BEGIN)
         if self.setup.writes_parameters:
             raise ValueError(_WRITES)
-        total, count = torch.zeros_like(self.z), 0
+        total = torch.zeros_like(self.z)
         with self.client_errors, self.passes.evaluation():
-            for x, y, share in batches:
+            for x, y, share in islice(batches, self.limit):
                 _, gradients = self.passes.run(x, y)
-                count += 1
+                self.backward_passes += 1
                 if share:  # a batch without a label has no gradient
                     gradients.add_to(total, self.rows.layout, share)
                     if norms is not None:
                         norms.add_(gradients.norms(1)[:, None], alpha=share)
-                if count == self.limit:
-                    break
-        self.backward_passes += count
         return total
 
     def outputs_of(self, w: Tensor) -> Tensor:
@@ -290,7 +242,7 @@ class ClientTrainer:
         self.passes.check_pairs()
         if self.random.draws:  # a teacher may draw in evaluation mode too
             self.random.seed_pass(self.task, self.k)
-        if self.task.step.start is not None and w.data_ptr() != self.rows["start"].data_ptr():
+        if self.step.start is not None and w.data_ptr() != self.rows["start"].data_ptr():
             raise ValueError(TEACHER_NEEDS)
         get = self.teachers.over if self.rows.copies else partial(self.teachers.get, 0)
         with torch.no_grad():
@@ -308,9 +260,7 @@ class ClientTrainer:
         self.backward_passes += 1
         if self.random.draws:
             self.random.seed_pass(self.task, self.k)
-        if self.penalty is None and objective is None:
-            return self.passes.run(x, y)
-        return self.passes.run_objective(x, y, objective, [t[0] for t in operands], self.penalty)
+        return self.passes.run(x, y, objective, operands, self.penalty)
 
     def keep_buffers(
         self, x: Any, y: Any, objective: Objective | None = None, operands: Sequence[Tensor] = ()

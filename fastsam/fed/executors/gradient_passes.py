@@ -46,14 +46,35 @@ class ModelPasses:
         self._one_version = 0
         self._masks = stacked_masks.masks_of_passes(replica.module, replica.row.device)
 
-    def run(self, x: Any, y: Any) -> tuple[Tensor, Gradients]:
-        """Return the loss (detached) and its gradients at the replica's weights, on inputs and labels, or on a batch
-        `x` that has both."""
-        loss = self.loss_of(x, y)
-        if type(loss) is Tensor and loss.is_cpu and loss.is_floating_point():
-            self._run_backward(loss)
+    def run(
+        self,
+        x: Any,
+        y: Any,
+        objective: Objective | None = None,
+        operands: Sequence[Tensor] = (),
+        penalty: Penalty | None = None,
+    ) -> tuple[Tensor, Gradients]:
+        """Return the loss (detached) at the replica's weights on inputs and labels, or on a batch `x` that has both,
+        and its gradients. An objective of loss, outputs, labels and operands takes the loss's place in the gradients,
+        and a penalty of the outputs is added to it. Operands are `[1, ...]`.
+
+        Raises:
+            ValueError: a value is not a scalar; or samples come in batches, whose outputs only the loss reads.
+        """
+        if objective is None and penalty is None:
+            loss = value = self.loss_of(x, y)
         else:
-            loss.backward()
+            self.check_pairs()
+            operands = [t[0] for t in operands]
+            with self._masks:
+                outputs = self.replica.module(x)
+            loss = check_scalar(self.loss(outputs, y))
+            value = loss if objective is None else check_scalar(objective(loss, outputs, y, *operands))
+            value = value if penalty is None else value + check_scalar(penalty(outputs))
+        if type(value) is Tensor and value.is_cpu and value.is_floating_point():
+            self._run_backward(value)
+        else:
+            value.backward()
         return loss.detach(), self._gradients()
 
     def _run_backward(self, loss: Tensor) -> None:
@@ -70,24 +91,6 @@ class ModelPasses:
         module, of_batch = self.replica.module, self.of_batch
         with self._masks:
             return check_scalar(self.loss(module(x), y) if of_batch is None else of_batch(module, x))
-
-    def run_objective(
-        self,
-        x: Any,
-        y: Any,
-        objective: Objective | None,
-        operands: Sequence[Tensor] = (),
-        penalty: Penalty | None = None,
-    ) -> tuple[Tensor, Gradients]:
-        """Run a pass as `run`, with the gradient of an objective of loss, outputs, labels and operands in place of the
-        loss's, and of a penalty in addition. Raises ValueError if samples come in batches that only the loss reads."""
-        self.check_pairs()
-        with self._masks:
-            outputs = self.replica.module(x)
-        loss = check_scalar(self.loss(outputs, y))
-        value = loss if objective is None else check_scalar(objective(loss, outputs, y, *operands))
-        (value if penalty is None else value + check_scalar(penalty(outputs))).backward()
-        return loss.detach(), self._gradients()
 
     def check_pairs(self) -> None:
         """Raise ValueError unless samples are pairs (x, y), whose outputs a term can read."""

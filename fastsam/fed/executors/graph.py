@@ -27,7 +27,7 @@ from fastsam.fed.executors.randomness import LaneRandomness
 from fastsam.fed.executors.stacked_client import runs
 from fastsam.fed.executors.streams import LaneExecutor
 from fastsam.fed.executors.task import Setup, Task, sort_of
-from fastsam.fed.update.passes import PassesOfBeginning
+from fastsam.fed.update.passes import Passes
 from fastsam.fed.update.results import ClientResults
 
 GRAPH_STEPS = 8  # largest number of steps in a graph, a power of two
@@ -141,7 +141,7 @@ class Graph(LaneExecutor):
             lane.graphs.clear()
 
 
-class _LanePasses(PassesOfBeginning):
+class _LanePasses(Passes):
     """The passes of neighbouring lanes before their first step, each on its own stream (see
     `fastsam.fed.update.passes.Passes`)."""
 

@@ -93,6 +93,10 @@ class CapturableTrainer(ClientTrainer):
         self.rows.hparams[:, 0, HParam.LR].copy_(self.lanes.schedule[self.slot].index_select(0, self.steps_done))
         self.steps_done.add_(1)
 
+    def note_loss(self, losses: Tensor, size: int) -> None:
+        """See `ClientTrainer.note_loss`. A replay adds up its losses."""
+        self.rows.losses.add_(losses, alpha=size)
+
     def alignments(self, chunk: Chunk) -> tuple[int, ...]:
         """Return for x and y of a chunk how far `sequential` has them from a multiple of the alignment. Libraries'
         rounding depends on it. Whole numbers count as 0, because each of 16 alignments would have separate graphs."""
@@ -122,12 +126,12 @@ class CapturableTrainer(ClientTrainer):
             parts.append(torch.index_select(data, 0, places, out=memory).split_with_sizes(list(sizes)))
         with self.client_errors:
             for x, y in zip(*parts, strict=True):
-                self.next_step(x, y, len(y))
+                self.note_loss(self.run_step(x, y), len(y))
 
     def take_step(self, batch: Batch, size: int) -> None:
         """Take a step on a batch of `size` samples."""
         with self.client_errors:
-            self.next_step(*batch, size)
+            self.note_loss(self.run_step(*batch), size)
 
     def static(self, batch: Batch) -> Batch:
         """Return the fixed inputs of the layout of `batch`, with its values."""

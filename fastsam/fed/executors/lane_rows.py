@@ -79,7 +79,7 @@ class LaneRows:
 
     def _write_schedule(self, slot: int, trainers: Sequence[ClientTrainer]) -> None:
         """Write the learning rates of all steps to the rows from `slot` on, in one copy."""
-        steps = [trainer.last + 1 for trainer in trainers]
+        steps = [len(trainer.batch_sizes) for trainer in trainers]
         if self.schedule is None:
             shape = len(self.counters), max(map(self.setup.options.steps_of, _sizes(self.setup)))
             self.schedule = torch.zeros(shape, dtype=torch.float64, device=self.setup.device)
@@ -102,7 +102,7 @@ class LaneRows:
             num_steps=[t.k for t in trainers],
             backward_passes=[t.backward_passes for t in trainers],
             losses=rows.losses.clone(),
-            num_samples=[t.num_samples for t in trainers],
+            num_samples=[sum(t.batch_sizes) for t in trainers],
             buffers=torch.cat(buffers) if buffers else None,
             snapshots=[t.snapshots for t in trainers],
             start=torch.stack([t.start for t in trainers]) if has_start else None,

@@ -30,11 +30,11 @@ def train(
     if task.loop is not None:
         return run_loop(row, task.loop, stop_requested)
     with row.client_errors:
-        for batch in row.batches:
+        for (x, y), size in zip(row.batches, row.batch_sizes, strict=True):
             if stop_requested is not None and stop_requested():
                 raise StopClient
-            row.note_loss(row.run_step(*batch), row.batch_sizes[row.k - 1])
-    return row.close()
+            row.note_loss(row.run_step(x, y), size)
+    return row.results()
 
 
 def run_loop(row: ClientTrainer, loop: ClientLoop, stop_requested: Callable[[], bool] | None = None) -> ClientResults:

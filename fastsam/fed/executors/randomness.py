@@ -117,16 +117,13 @@ class PassRandomness:
 
     @contextmanager
     def preserve_states(self) -> Iterator[None]:
-        """Restore the user's generator states at the end."""
-        states = self._states()
+        """Restore the user's generator states at the end of a round."""
+        states = self._begin = self._states()
         try:
             yield
         finally:
             for generator, state in zip(self.generators, states, strict=True):
                 generator.set_state(state)
-
-    def start_round(self) -> None:
-        """Begin a round."""
 
     def check(self, client: int) -> None:
         """Raise ClientError for random numbers that a model must not draw, when `client` is done."""
@@ -161,10 +158,6 @@ class NoRandomness(PassRandomness):
         "a training pass of the model draws random numbers (dropout?) from torch's default generator, which is one "
         "for all clients that train at the same time: what is drawn would depend on who comes first"
     )
-
-    def start_round(self) -> None:
-        """See `PassRandomness.start_round`. In the round no model may draw."""
-        self._begin = self._states()
 
     def begin(self, task: Task) -> None:
         """Begin a client without a seed."""

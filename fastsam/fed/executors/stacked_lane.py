@@ -26,7 +26,7 @@ from fastsam.fed.executors.stacked_client import (
 from fastsam.fed.executors.task import Setup, Task, WeightedBatch
 from fastsam.fed.update.gradients import Gradients
 from fastsam.fed.update.model_copy import Replica
-from fastsam.fed.update.passes import Objective, PassesOfBeginning, PassesOfStep
+from fastsam.fed.update.passes import Objective, Passes
 from fastsam.fed.update.rows import Rows
 from fastsam.fed.update.scratch_rows import ScratchRows
 from fastsam.fed.update.watched import take_step
@@ -157,7 +157,7 @@ class StackedLane:
                 client.error = error
 
 
-class StackedStep(PassesOfStep):
+class StackedStep(Passes):
     """The passes of one step of some clients."""
 
     def __init__(self, lane: StackedLane, clients: Group, rows: Rows, batch: Tensors) -> None:
@@ -176,7 +176,7 @@ class StackedStep(PassesOfStep):
         return self._lane.outputs_of(self._clients, w, self._batch)
 
 
-class StackedBeginning(PassesOfBeginning):
+class StackedBeginning(Passes):
     """The passes of some clients before their first step. Batches of one shape share a pass."""
 
     def __init__(self, lane: StackedLane, clients: Group) -> None:

@@ -74,13 +74,13 @@ class StreamLane(Lane):
         with self.row.client_errors:
             batch = next(self.row.batches, None)
             if batch is not None:
-                self.row.next_step(*batch, self.row.batch_sizes[self.row.k])
+                self.row.note_loss(self.row.run_step(*batch), self.row.batch_sizes[self.row.k - 1])
         return batch is not None
 
     def close(self) -> ClientResults:
         """Return the results of the client, ready on the caller's stream."""
         with self.cuda.use(self.stream):
-            results = self.results or self.row.close()
+            results = self.results or self.row.results()
         self.busy, self.results = False, None
         current = self.cuda.current()
         current.wait_stream(self.stream)
@@ -130,7 +130,6 @@ class LaneExecutor(Executor):
     def train(self, start: Tensor, buffers: Sequence[Tensor], tasks: Iterable[Task]) -> Generator[ClientOutcome]:
         """See `Executor.train`."""
         with self.random.preserve_states():
-            self.random.start_round()
             try:
                 yield from self._outcomes(start, buffers, iter(tasks))
             except Exception:

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import islice
 from queue import Empty, SimpleQueue
 
 import torch
 from torch import Tensor
 
 from fastsam.fed.executors.base import ClientError, ClientOutcome, Executor, excludes
-from fastsam.fed.executors.client import StopClient
 from fastsam.fed.executors.client_trainer import ClientTrainer
 from fastsam.fed.executors.local_work import train
 from fastsam.fed.executors.randomness import NoRandomness, OwnRandomness
@@ -19,9 +20,8 @@ from fastsam.fed.executors.task import Setup, Task
 from fastsam.fed.update.results import ClientResults
 
 _POLL_SECONDS = 0.1  # seconds between two looks for Ctrl-C
-_QUEUED_PER_SLOT = (
-    2  # queued tasks per slot: one in work, and one for a thread that finishes while the receiver is busy
-)
+# Tasks per slot: one in work, and one for a thread that finishes while the receiver is busy.
+_QUEUED_PER_SLOT = 2
 
 
 def cpus() -> int:
@@ -56,43 +56,62 @@ class Threads(Executor):
 
     def train(self, start: Tensor, buffers: Sequence[Tensor], tasks: Iterable[Task]) -> Generator[ClientOutcome]:
         """See `Executor.train`."""
-        with self.random.preserve_states():
-            self.random.start_round()
-            pool = _ThreadPool(self.setup, start, buffers)
-            try:
-                yield from self._outcomes(pool, iter(tasks))
-            finally:
-                pool.stop_all()
+        stop, free = threading.Event(), list(self.rows)
 
-    def _outcomes(self, pool: _ThreadPool, tasks: Iterator[Task]) -> Generator[ClientOutcome]:
-        has_tasks, out = True, 0
+        def work(task: Task) -> ClientResults:
+            row = free.pop()
+            try:
+                with row.random.generator_context():
+                    return train(row, task, start, buffers, stop.is_set)
+            finally:
+                free.append(row)
+
+        with self.random.preserve_states():
+            # A thread begins with its own count of threads inside an operation.
+            pool = ThreadPoolExecutor(self.slots, "fastsam client", torch.set_num_threads, (1,))
+            try:
+                yield from self._outcomes(lambda task: pool.submit(work, task), free, iter(tasks))
+            finally:
+                stop.set()
+                pool.shutdown(cancel_futures=True)
+
+    def _outcomes(
+        self, submit: Callable[[Task], Future[ClientResults]], free: list[ClientTrainer], tasks: Iterator[Task]
+    ) -> Generator[ClientOutcome]:
+        """Yield the outcomes of tasks in the order in which clients finish. `free` are the rows without a client."""
+        ended, out = SimpleQueue[Future[ClientResults]](), 0
         while True:
-            while has_tasks and out < _QUEUED_PER_SLOT * self.slots:
-                task = next(tasks, None)
-                if task is None:
-                    has_tasks = False
-                    break
-                if len(pool.threads) < self.slots:
-                    pool.start_thread(self._row(len(pool.threads)))
-                pool.todo.put(task)
+            for task in islice(tasks, _QUEUED_PER_SLOT * self.slots - out):
                 out += 1
+                if len(self.rows) < min(out, self.slots):  # a small cohort costs no more than its clients
+                    free.append(self._new_row())
+                submit(task).add_done_callback(ended.put)
             if not out:
                 return
-            results = pool.next_end()
+            try:
+                # Ctrl-C comes out here, also if another thread received the signal, because Python handles it in this
+                # thread after a wait.
+                future = ended.get(timeout=_POLL_SECONDS)
+            except Empty:
+                continue
             out -= 1
-            if isinstance(results, BaseException) and not excludes(self.setup, results):
-                raise results
-            if isinstance(results, ClientResults):
-                self.random.check(results.client_ids[0])
-            if isinstance(results, (ClientResults, ClientError)):
-                yield results
+            yield self._outcome_of(future)
 
-    def _row(self, number: int) -> ClientTrainer:
-        """Return a row, which is made when it is first needed: a small cohort costs no more than its clients."""
-        if number == len(self.rows):
-            calls = self.setup.draws
-            self.rows.append(ClientTrainer(self.setup, self.random if calls is None else OwnRandomness(calls)))
-        return self.rows[number]
+    def _outcome_of(self, future: Future[ClientResults]) -> ClientOutcome:
+        """Return the results of a client that has ended, or the error for which it is excluded. Raises other errors."""
+        try:
+            results = future.result()
+        except ClientError as error:
+            if not excludes(self.setup, error):
+                raise
+            return error
+        self.random.check(results.client_ids[0])
+        return results
+
+    def _new_row(self) -> ClientTrainer:
+        calls = self.setup.draws
+        self.rows.append(ClientTrainer(self.setup, self.random if calls is None else OwnRandomness(calls)))
+        return self.rows[-1]
 
 
 def why_not(setup: Setup) -> str | None:
@@ -105,68 +124,3 @@ def why_not(setup: Setup) -> str | None:
             "time"
         )
     return None if setup.draws is None or setup.draws else NoRandomness.REASON
-
-
-class _ThreadPool:
-    """The threads of one round."""
-
-    def __init__(self, setup: Setup, start: Tensor, buffers: Sequence[Tensor]) -> None:
-        self.setup, self.start, self.buffers = setup, start, buffers
-        self.todo: SimpleQueue[Task | None] = SimpleQueue()
-        self.results: SimpleQueue[ClientResults | BaseException] = SimpleQueue()
-        self.stop = threading.Event()
-        self.threads: list[threading.Thread] = []
-
-    def start_thread(self, row: ClientTrainer) -> None:
-        thread = threading.Thread(
-            target=self._work, args=(row,), name=f"fastsam client {len(self.threads)}", daemon=True
-        )
-        self.threads.append(thread)
-        thread.start()
-
-    def _work(self, row: ClientTrainer) -> None:
-        try:
-            torch.set_num_threads(1)  # a thread begins with its own count
-            while (task := self.todo.get()) is not None:
-                if self.stop.is_set():
-                    return
-                results = self._train(row, task)
-                if results is None:
-                    return
-                self.results.put(results)
-        except BaseException as error:
-            self.results.put(error)
-
-    def _train(self, row: ClientTrainer, task: Task) -> ClientOutcome | None:
-        """Return the results of a client, or None if it was stopped."""
-        try:
-            with row.random.generator_context():
-                return train(row, task, self.start, self.buffers, self.stop.is_set)
-        except StopClient:
-            return None
-        except ClientError as error:
-            if not excludes(self.setup, error):
-                raise
-            return error
-
-    def next_end(self) -> ClientResults | BaseException:
-        """Return the results of a client that has ended, or its error. Ctrl-C comes out here, also if another thread
-        received the signal, because Python handles it in this thread after a wait."""
-        while True:
-            try:
-                return self.results.get(timeout=_POLL_SECONDS)
-            except Empty:
-                continue
-
-    def stop_all(self) -> None:
-        """End all threads, in the middle of a round after their current step.
-
-        Ctrl-C may have interrupted the start of a thread. Such a thread does nothing when it starts, and it cannot be
-        waited for.
-        """
-        self.stop.set()
-        for _ in self.threads:
-            self.todo.put(None)
-        for thread in self.threads:
-            if thread.is_alive():
-                thread.join()

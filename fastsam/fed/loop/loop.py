@@ -5,7 +5,7 @@ One round:  Loop._draw -> Cohort.tasks (Algorithm.init_client, local_step) -> Ex
             -> Cohort.all_reduce -> Stage.process_aggregate -> Algorithm.step_server -> Stage.process_buffers
             -> Evaluator -> Stage.measure, Stage.record -> RunDirectory.log and save
 One client: executors.local_work.train -> ClientTrainer.open -> run_step for each batch (Step: passes() for a
-            gradient, Rows.perturb, passes() again, Rows.update) -> ClientTrainer.close
+            gradient, Rows.perturb, passes() again, Rows.update) -> ClientTrainer.results
 
 `Cohort.tasks` is lazy: a client's task is made when the executor takes it. Algorithms are called by way of `Contract`.
 """

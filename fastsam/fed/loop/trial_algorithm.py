@@ -116,7 +116,7 @@ def _try_step(contract: Contract, setup: Setup, old_state: RunState, step: Step,
         if not isinstance(losses, Tensor) or losses.numel() != 1:
             raise AlgorithmError(f"{label} must return the losses of n clients, [n]: [1] here, got {kind_of(losses)}")
         try:
-            trainer.close()
+            trainer.results()
         except ValueError as error:
             raise AlgorithmError(f"{label} failed: {error}") from error
         versions.check(type(step).__name__)
@@ -137,10 +137,10 @@ def _try_loop(
     the data. Return True if the loop has phases, or further models, and the number of its vectors."""
     client = setup.population.largest_client()
     with restore_random_state(setup.device):
-        trainer = ClientTrainer(setup)
+        trainer = ClientTrainer(setup, limit=1)
         try:
             trainer.open(_task(setup, step, round), old_state.server["w"], old_state.buffers)
-            handle = Client(trainer, limit=1)
+            handle = Client(trainer)
             handle.results(contract.train_client(old_state.server, state, round, handle, is_trial=True))
         except ClientError as error:
             cause = error.__cause__ or error

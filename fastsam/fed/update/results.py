@@ -18,10 +18,6 @@ class Snapshot:
     w: Tensor
     eps: Tensor | None = None
 
-    def with_perturbation(self, z: Tensor) -> Snapshot:
-        """Return the snapshot with the perturbation by which the row is at `z`."""
-        return Snapshot(self.w, z - self.w)
-
 
 @dataclass(frozen=True)
 class ClientResults:

@@ -54,7 +54,7 @@ class Rows:
         self.memory, self.place, self.copies, self.n = memory, place, copies, place.stop - place.start
         self.kernels, self.layout, self.rule, self.options = memory.kernels, memory.layout, memory.rule, memory.options
         self._fields: dict[str, Tensor] = {}
-        self._references: set[str] = set()
+        self._references: dict[str, Tensor] = {}  # vectors of the round that steps only read
         self._parts: dict[tuple[int, int], Rows] = {}
         scalars = {name: x[place] for name, x in memory.scalars.items()}
         self.hparams, self.losses, self.sumsq = scalars["hparams"], scalars["losses"], scalars["sumsq"]
@@ -74,7 +74,9 @@ class Rows:
         self._numel = len(self.layout.segments)
 
     def __getitem__(self, name: str) -> Tensor:
-        x = self._fields.get(name)
+        x = self._references.get(name)
+        if x is None:
+            x = self._fields.get(name)
         if x is None:
             x = self._fields[name] = self.memory.field(name)[self.place]
         return x
@@ -102,15 +104,12 @@ class Rows:
     # --- the beginning of a round ---
 
     def select(self, key: KeyFacts) -> None:
-        """Take the fields on which steps of a key work, if the last steps were of another one."""
-        if key is self.key:
-            return
+        """Take the fields on which steps of a key work."""
         self.key, self._has_q = key, "q" in key.given
         self.w = self["w"] if key.two_buffers else None
-        if self.copies:
-            self._fields.pop("start", None)
-            if "start" not in key.given and self.memory.start is not None:
-                self._fields["start"] = self.memory.start.expand(self.n, -1)
+        self._references = {}
+        if self.copies and "start" not in key.given and self.memory.start is not None:
+            self._references["start"] = self.memory.start.expand(self.n, -1)
 
     def begin(self, step: StepFacts, w: Tensor, lr: float) -> None:
         """Begin a round of one client per row.
@@ -120,15 +119,12 @@ class Rows:
             w: the global model, `[row_size]`.
             lr: learning rate of the round.
         """
+        start, has_common_start = w if step.start is None else step.start, "start" not in step.key.given
         self.memory.write_numbers(self.place, step, lr)
-        for name in self._references:
-            del self._fields[name]
-        self._references.clear()
-        if self.copies and "start" not in step.key.given:
+        if self.copies and has_common_start:
             self.memory.write_start(w)
         self.select(step.key)
-        start = w if step.start is None else step.start
-        if not self.copies or "start" in step.key.given:
+        if not (self.copies and has_common_start):
             self.put("start", start)
         for name, x in step.tensors.items():
             if name != "start":
@@ -143,18 +139,15 @@ class Rows:
         if x.shape[-1] == 1:
             self.number(name).copy_(x)
         elif copies or self.copies:
-            if name in self._references:
-                self._references.discard(name)
-                del self._fields[name]
+            self._references.pop(name, None)
             self[name].copy_(x)
         else:
-            self._fields[name] = x.view(-1, self.layout.row_size)
-            self._references.add(name)
+            self._references[name] = x.view(-1, self.layout.row_size)
 
     def own(self, name: str) -> Tensor:
         """Return a field that may be written, with the present values."""
         if name in self._references:
-            self.put(name, self._fields[name], copies=True)
+            self.put(name, self._references[name], copies=True)
         return self[name]
 
     def restart(self, start: Tensor) -> None:
@@ -221,22 +214,6 @@ class Rows:
         if self.w is not None:
             self.z.copy_(self.w)
         self.is_moved = False
-
-    def takes_shift(self, has_prox: bool) -> bool:
-        """Return True if the update gets a constant perturbation of the weights, because clipping does not scale the
-        terms from which it is taken out."""
-        outside = self.rule.decay > 0 or (self.options.clip_scope != "full" and has_prox)
-        return self.options.clip_norm is not None and outside
-
-    def shift_coefficient(self, has_prox: bool) -> Tensor | None:
-        """Return the coefficient, float64 `[n, 1]`, with which a constant perturbation of the weights is taken out of
-        q, or None if q does not change."""
-        clips = self.options.clip_norm is not None
-        inside = has_prox or (not clips and self.rule.decay > 0)
-        if not inside or (clips and self.options.clip_scope != "full"):
-            return None
-        phi = self.column(HParam.PROX_MU)
-        return phi if clips else phi + self.column(HParam.DECAY)
 
     def update(self, g: Gradients, g1: Gradients | None = None, shift: Tensor | None = None) -> None:
         """Take the step of the run's optimizer at the unperturbed weights: `z = w = U(w, a*g + b*g1 + q)`.

@@ -32,7 +32,6 @@ class ScratchRows:
             torch.index_select(x, 0, index, out=target.number(name, x.shape[1])[:n])
         for name, x in self.source.scalars.items():
             torch.index_select(x, 0, index, out=target.scalars[name][:n])
-        part.key = None  # the common start may be new
         part.select(key)
         return part
 

@@ -14,17 +14,17 @@ Clipping, weight decay, momentum and the optimizer are options of the run. The a
 
 The rules of a step. `begin` may read `self`, and writes all that `__call__` reads into the rows. `__call__` reads the
 rows, and of `self` only what is in the key: so a captured step serves other rounds, and rows of different clients may
-step together. No number decides a branch: a value that is not used is
-None. The learning rate of a step is `rate`'s, and
-`__call__` does not know which step of the round it is. `Step`, `SAM` and `Shifted` have no hook inside `__call__`,
+step together. No number decides a branch: a value that is not used is None. The learning rate of a step is `rate`'s,
+and `__call__` does not know which step of the round it is. `Step`, `SAM` and `Shifted` have no hook inside `__call__`,
 because row programs take their steps natively.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any, ClassVar, NamedTuple
+from functools import cache, cached_property, lru_cache
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -40,30 +40,9 @@ from fastsam_kernels.hparams import HParam
 __all__ = ["NU", "SAM", "Key", "Number", "Passes", "Shifted", "Step", "shift_of"]
 
 
-_BEFORE = ("state", "buffers")  # fields that only the beginning of a round reads
-_MAX_KEYS = 1024  # keys that are remembered
-
 Number = float | Tensor  # a number for all clients, or a column `[n, 1]`
-
-
-class _Spec(NamedTuple):
-    """The names of a step's fields: all names, names with a column, and names whose values are in the key."""
-
-    names: tuple[str, ...]
-    columns: frozenset[str]
-    keyed: tuple[str, ...]
-
-
-_specs: dict[type, _Spec] = {}
-
-
-def _spec_of(kind: type[Step]) -> _Spec:
-    spec = _specs.get(kind)
-    if spec is None:
-        names = tuple(f.name for f in fields(kind) if f.name not in _BEFORE)
-        keyed = tuple(name for name in names if name not in kind.columns)
-        spec = _specs[kind] = _Spec(names, frozenset(kind.columns), keyed)
-    return spec
+_BEFORE = ("state", "buffers")  # fields that only the beginning of a round reads
+_VECTOR, _NUMBER, _COLUMN = "vector", "number", "column"  # parts of a key
 
 
 class Key:
@@ -80,16 +59,11 @@ class Key:
         keeps_numbers: nothing but the beginning of a round writes hyperparameters.
     """
 
-    def __init__(
-        self,
-        kind: type[Step],
-        vectors: Sequence[str],
-        tensors: Sequence[str],
-        values: Mapping[str, Any],
-        uses: set[str],
-    ) -> None:
-        self.kind, self.given, self.tensors = kind, kind.givens(frozenset(vectors)), tuple(tensors)
-        self.values, self._uses = dict(values), uses
+    def __init__(self, kind: type[Step], parts: Sequence[tuple[str, object]]) -> None:
+        self.kind, self._uses = kind, {name for name, _ in parts}
+        self.given = kind.givens(frozenset(name for name, part in parts if part == _VECTOR))
+        self.tensors = tuple(name for name, part in parts if part in (_VECTOR, _NUMBER))
+        self.values = {name: part[1] for name, part in parts if isinstance(part, tuple)}
         self.two_buffers = kind.two_buffers
         self.has_rate = kind.rate is not Step.rate
         self.is_native = kind.__call__ in (Step.__call__, SAM.__call__, Shifted.__call__)
@@ -106,7 +80,7 @@ class Key:
         return 2 if self.kind.__call__ is SAM.__call__ else 1
 
 
-_keys: dict[Hashable, Key] = {}
+_key_of = lru_cache(maxsize=1024)(Key)
 
 
 @dataclass(frozen=True, eq=False)
@@ -151,18 +125,31 @@ class Step(NamedOptions):
         """Return the names of the vectors that `__call__` finds in the rows, if these fields are tensors."""
         return names
 
-    @property
+    @cached_property
     def key(self) -> Key:
         """The part of this step that `__call__` may read.
 
         Raises:
             ValueError: a field is neither a tensor nor a number of `columns`, and cannot be compared by value.
         """
-        key: Key | None = self.__dict__.get("_key")
-        if key is None:
-            key = _key_of(self)
-            self.__dict__["_key"] = key
-        return key
+        kind: Any = type(self)
+        values = [(name, getattr(self, name)) for name in _names_of(kind)]
+        return _key_of(kind, tuple([(name, self._part_of_key(name, x)) for name, x in values if x is not None]))
+
+    def _part_of_key(self, name: str, x: Any) -> object:
+        """Return the part of the key for a field: the kind of a tensor, or the type and the value of others."""
+        if name in self.columns:
+            return _COLUMN
+        if isinstance(x, Tensor):
+            return _NUMBER if x.shape[-1:] == (1,) else _VECTOR
+        try:
+            hash(x)
+        except TypeError:  # a tuple of lists, for example
+            raise ValueError(
+                f"{type(self).__name__}.{name} must be a tensor, a number with a column, or a value that can be "
+                f"compared and hashed; got {kind_of(x)}"
+            ) from None
+        return type(x), x
 
     @property
     def tensors(self) -> dict[str, Tensor]:
@@ -198,12 +185,16 @@ class Step(NamedOptions):
         def some(x: Any) -> Any:
             return x[place] if isinstance(x, Tensor) and x.dim() > 1 and len(x) > 1 else x
 
-        parts = {name: y for name in _spec_of(type(self)).names if (y := some(x := getattr(self, name))) is not x}
+        parts = {name: y for name in _names_of(type(self)) if (y := some(x := getattr(self, name))) is not x}
         if self.state:
             parts["state"] = {name: x if len(x) == 1 else x[place] for name, x in self.state.items()}
         if self.buffers is not None:
             parts["buffers"] = [b if len(b) == 1 else b[place] for b in self.buffers]
-        return replace(self, **parts) if parts else self
+        if not parts:
+            return self
+        some_clients = replace(self, **parts)
+        some_clients.__dict__["key"] = self.key  # it has the same fields
+        return some_clients
 
     @staticmethod
     def join(steps: Sequence[Step]) -> Step:
@@ -213,7 +204,7 @@ class Step(NamedOptions):
         if all(step is first for step in steps):
             return first
         parts: dict[str, Any] = {}
-        for name in _spec_of(type(first)).names:
+        for name in _names_of(type(first)):
             values = [getattr(step, name) for step in steps]
             tensors = [x for x in values if isinstance(x, Tensor)]
             if len(tensors) == len(values):
@@ -241,10 +232,11 @@ class Step(NamedOptions):
             value = getattr(self, name)
             if not isinstance(value, (Tensor, type(None))):
                 number(f"{label}.{name}", value, at_least=0 if name in ("rho", "eta") else None)
-        for name, x in (*self.tensors.items(), *((name, getattr(self, name)) for name in self.columns)):
-            shapes = ((n, 1), (1, 1)) if isinstance(x, Tensor) and x.shape[-1:] == (1,) else (w.shape, (n, *w.shape))
-            fits = not isinstance(x, Tensor) or (x.shape in shapes and x.device == w.device)
-            if not fits or (isinstance(x, Tensor) and x.shape[-1:] != (1,) and x.dtype != w.dtype):
+        tensors = [(name, x) for name in _names_of(type(self)) if isinstance(x := getattr(self, name), Tensor)]
+        for name, x in tensors:
+            is_number = x.shape[-1:] == (1,)
+            shapes = ((n, 1), (1, 1)) if is_number else (w.shape, (n, *w.shape))
+            if x.shape not in shapes or x.device != w.device or not (is_number or x.dtype == w.dtype):
                 raise ValueError(
                     f"{label}.{name} must be {w.dtype} {[n, *w.shape]} (or {list(w.shape)}, one for all {n} clients; a "
                     f"number of each client is [{n}, 1]) on {w.device}, like the server's w; "
@@ -324,7 +316,7 @@ class Shifted(Step):
         rows.move(e, start, rows.z)
         torch.sub(start, rows.z, out=p)
         rows.z.copy_(start)
-        coefficient = rows.shift_coefficient(self.prox is not None)
+        coefficient = shift_coefficient(rows, self.prox is not None)
         if coefficient is None:
             if self.q is None:
                 rows["q"].zero_()
@@ -341,54 +333,31 @@ class Shifted(Step):
         return rows.z - rows["p"], rows["p"]
 
 
-def shift_of(rows: Rows) -> Tensor | None:
-    """Return the perturbation of a round that the updates take out of their terms, or None."""
-    key = rows.key
-    if not isinstance(key, Key) or not issubclass(key.kind, Shifted):
+def shift_coefficient(rows: Rows, has_prox: bool) -> Tensor | None:
+    """Return the coefficient, float64 `[n, 1]`, with which the perturbation of a round is taken out of q, or None if q
+    does not change."""
+    clips = rows.options.clip_norm is not None
+    inside = has_prox or (not clips and rows.rule.decay > 0)
+    if not inside or (clips and rows.options.clip_scope != "full"):
         return None
-    return rows["p"] if rows.takes_shift(key.uses("prox")) else None
+    phi = rows.column(HParam.PROX_MU)
+    return phi if clips else phi + rows.column(HParam.DECAY)
 
 
-def _key_of(step: Step) -> Key:
-    """Return the key of a step, one object for equal values."""
-    kind = type(step)
-    spec = _spec_of(kind)
-    uses, tensors, vectors, values = [], [], [], []
-    for name in spec.names:
-        x = getattr(step, name)
-        if x is None:
-            continue
-        uses.append(name)
-        if name in spec.columns:
-            continue
-        if not isinstance(x, Tensor):
-            values.append((name, x))
-            continue
-        tensors.append(name)
-        if x.shape[-1:] != (1,):
-            vectors.append(name)
-    value = (kind, tuple(uses), tuple(vectors), tuple(values), tuple([type(x) for _, x in values]))
-    try:
-        key = _keys.get(value)
-    except TypeError:
-        bad = next(name for name, x in values if not _is_hashable(x))
-        raise ValueError(
-            f"{kind.__name__}.{bad} must be a tensor, a number with a column, or a value that can be compared and "
-            f"hashed; got {kind_of(getattr(step, bad))}"
-        ) from None
-    if key is None:
-        if len(_keys) >= _MAX_KEYS:
-            _keys.clear()
-        key = _keys[value] = Key(kind, vectors, tensors, dict(values), set(uses))
-    return key
+def shift_of(rows: Rows) -> Tensor | None:
+    """Return the perturbation of a round that the updates take out of the terms that clipping does not scale, or
+    None."""
+    key, options = rows.key, rows.options
+    if not isinstance(key, Key) or not issubclass(key.kind, Shifted) or options.clip_norm is None:
+        return None
+    outside = rows.rule.decay > 0 or (options.clip_scope != "full" and key.uses("prox"))
+    return rows["p"] if outside else None
 
 
-def _is_hashable(x: object) -> bool:
-    try:
-        hash(x)
-    except TypeError:  # a tuple of lists, for example
-        return False
-    return True
+@cache
+def _names_of(kind: type[Step]) -> tuple[str, ...]:
+    """Return the names of the fields that the steps of a round read."""
+    return tuple(f.name for f in fields(kind) if f.name not in _BEFORE)
 
 
 def _stacked(values: Sequence[Tensor]) -> Tensor:

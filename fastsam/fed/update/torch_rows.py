@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from fastsam.fed.update.gradients import Gradients
 from fastsam.fed.update.row_memory import RunFacts, StepFacts
 from fastsam.fed.update.rows import Rows
+from fastsam.fed.update.steps import Shifted
 
 _REMEDY = "Use SGD, Adam, AdamW, Adagrad, RMSprop or Lion, or another algorithm"
 NUMBER = "number"  # last word of the name of a Python number
@@ -23,9 +24,6 @@ class TorchRows(Rows):
     unless the step has one.
 
     The optimizer gets `a*g + q + prox*w` as gradient. The kernels perturb the weights.
-
-    Attributes:
-        parameters: parameters of the model, which view the row.
     """
 
     def __init__(self, setup: RunFacts) -> None:
@@ -35,10 +33,13 @@ class TorchRows(Rows):
         self._make = make
         self._optimizer: torch.optim.Optimizer | None = None
         self._lr, self._a, self._prox = 0.0, 1.0, 0.0
-        self.parameters: list[nn.Parameter] = []
+        self._parameters = [nn.Parameter(view) for view in self.layout.views(self.z[0])]
 
     def begin(self, step: StepFacts, w: Tensor, lr: float) -> None:
-        """See `Rows.begin`."""
+        """See `Rows.begin`. Raises ValueError for shifted weights, because the optimizer's weight decay belongs to
+        weights that are not shifted."""
+        if isinstance(step, Shifted):
+            raise ValueError(f"weights that are shifted for the whole round need one of the kernels' rules. {_REMEDY}")
         self._lr, self._a, self._prox = lr, float(step.a), float(step.prox or 0.0)
         super().begin(step, w, lr)
 
@@ -52,15 +53,6 @@ class TorchRows(Rows):
         """Raise ValueError: the optimizer of a client has one rate."""
         raise ValueError(f"a learning rate that changes within a round needs one of the kernels' rules. {_REMEDY}")
 
-    def takes_shift(self, has_prox: bool) -> bool:
-        """Raise ValueError: the weight decay of the optimizer belongs to weights that are not shifted."""
-        raise ValueError(f"weights that are shifted for the whole round need one of the kernels' rules. {_REMEDY}")
-
-    def shift_coefficient(self, has_prox: bool) -> Tensor | None:
-        """Raise ValueError, see `takes_shift`."""
-        self.takes_shift(has_prox)
-        return None
-
     def update(self, g: Gradients, g1: Gradients | None = None, shift: Tensor | None = None) -> None:
         """See `Rows.update`. Raises ValueError for a second gradient."""
         if g1 is not None:
@@ -69,17 +61,17 @@ class TorchRows(Rows):
             self.z.copy_(self.w)
         if self._optimizer is None:
             rate = {} if math.isnan(self._lr) else {"lr": self._lr}  # NaN if the optimizer takes no rate
-            self._optimizer = self._make(self.parameters, **rate)
+            self._optimizer = self._make(self._parameters, **rate)
             if self._first_state:
                 load_tensors(self._optimizer, {name: x[0] for name, x in self._first_state.items()})
         offsets = self.layout.views(self["q"][0]) if self._has_q else None
         for slot, gradient in zip(g.slots, g.tensors, strict=True):
-            parameter = self.parameters[slot]
+            parameter = self._parameters[slot]
             v = gradient if self._a == 1 else self._a * gradient
             v = v if offsets is None else v + offsets[slot]
             parameter.grad = v if not self._prox else v.add(parameter.detach(), alpha=self._prox)
         self._optimizer.step()
-        for parameter in self.parameters:
+        for parameter in self._parameters:
             parameter.grad = None
         if self.w is not None:
             self.w.copy_(self.z)

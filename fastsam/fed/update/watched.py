@@ -33,5 +33,5 @@ class _WatchedPasses:
     def __call__(self, objective: Objective | None = None, *operands: Tensor) -> tuple[Tensor, Gradients]:
         if self._rows.is_moved:
             for i, snapshots, k in self._kept:
-                snapshots[k] = snapshots[k].with_perturbation(self._rows.z[i])
+                snapshots[k] = Snapshot(snapshots[k].w, self._rows.z[i] - snapshots[k].w)
         return self._passes(objective, *operands)

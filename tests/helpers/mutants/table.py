@@ -180,9 +180,10 @@ algorithms.fedsol Orthogonal.objective: divergence(outputs, teacher, self.tau) =
 algorithms.fedsol Orthogonal.__call__: passes(self.objective, passes.outputs_of(rows['start'])) => passes() @ fedsol
 algorithms.fedsol Orthogonal.__call__: torch._foreach_mul_(parts, g_p.tensors) => torch._foreach_copy_(parts,
     g_p.tensors) @ fedsol
-executors.gradient_passes ModelPasses.run_objective: check_scalar(objective(loss, outputs, y, *operands)) => loss +
+executors.gradient_passes ModelPasses.run: check_scalar(objective(loss, outputs, y, *operands)) => loss +
     objective(loss, outputs, y, *operands) @ fedsol
-executors.client_trainer ClientTrainer.run_pass: self.penalty is None => True @ moon
+executors.gradient_passes ModelPasses.run: value if penalty is None else value + check_scalar(penalty(outputs)) =>
+    value @ moon
 algorithms.fedsol Orthogonal.__call__: torch.sub(rows.w, rows['start'], out=rows['direction']).abs_() =>
     torch.sub(rows.w, rows['start'], out=rows['direction']) @ fedsol
 algorithms.fedsol Orthogonal.__call__: torch.linalg.vector_norm(far, dim=1, keepdim=True) =>
@@ -308,7 +309,7 @@ algorithms.fedlesam LocalEstimate.step_server: {**new_state, 'w_old': server['w'
 algorithms.fedlesam LocalEstimate.estimate_step: client.get('w_old_i') if self.reference == 'client' else
     server.get('w_old') => False or server.get('w_old') @ fedlesam
 update.steps Shifted.begin: rows.z.copy_(start) => rows.z.sub_(p) @ fedlesam
-update.rows Rows.shift_coefficient: phi + self.column(HParam.DECAY) => phi @ fedlesam
+update.steps shift_coefficient: phi + rows.column(HParam.DECAY) => phi @ fedlesam
 update.steps Shifted.begin: -coefficient.to(p.dtype) => coefficient.to(p.dtype) @ fedlesam-d
 update.steps Shifted.begin: torch.sub(start, rows.z, out=p) => torch.sub(rows.z, start, out=p) @ fedlesam-d
 # FedRobust
@@ -376,6 +377,5 @@ algorithms.apfl APFL.train_client: v.w - w => w - v.w @ apfl
 algorithms.apfl APFL.train_client: w.lerp(v.w, alpha.to(w.dtype)) => v.w @ apfl
 algorithms.apfl APFL.train_client: (alpha - eta_alpha * client.dot(gradients, v.w - w)).clamp(0, 1) =>
     alpha - eta_alpha * client.dot(gradients, v.w - w) @ apfl-extreme
-executors.client_trainer ClientTrainer.begin_again: self.begin_step(step, start) =>
-    self.begin_step(step, self._global_weights) @ ditto
+executors.client Client.begin: row.begin(step, start) => row.begin(step, row._global_weights) @ ditto
 """)
