@@ -355,7 +355,7 @@ def shift_of(rows: Rows) -> Tensor | None:
 
 
 @cache
-def _names_of(kind: type[Step]) -> tuple[str, ...]:
+def _names_of(kind: Any) -> tuple[str, ...]:
     """Return the names of the fields that the steps of a round read."""
     return tuple(f.name for f in fields(kind) if f.name not in _BEFORE)
 
