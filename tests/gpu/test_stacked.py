@@ -8,8 +8,8 @@ from pytest import LogCaptureFixture, MonkeyPatch
 from torch import Tensor
 
 from fastsam import fed
-from fastsam.fed.executors import cuda
-from fastsam.fed.executors.cuda import Captures, Cuda
+from fastsam.fed.executors import step_graphs
+from fastsam.fed.executors.cuda import Cuda
 from fastsam.fed.executors.rowprograms.row_steps import RowSteps
 from fastsam.fed.executors.vmap import Vmap
 from fastsam_kernels import native
@@ -86,15 +86,15 @@ def test_clients_in_a_group_have_the_numbers_of_a_client_by_itself(
 @pytest.mark.parametrize("name", ["attention, padding", "dropout: transformer"])
 def test_steps_of_unequal_clients_are_captured(name: str, monkeypatch: MonkeyPatch) -> None:
     """Runs with captures and without them have the same weights, and round 3 captures nothing."""
-    captured, rounds, ends, capture = list[int](), [1], list[Tensor](), Captures.capture
+    captured, rounds, ends, capture = list[int](), [1], list[Tensor](), Cuda.capture
 
-    def count(*operands: object) -> None:
+    def count(*operands: object) -> object:
         captured.append(rounds[0])
-        capture(*operands)  # type: ignore[arg-type]
+        return capture(*operands)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(Captures, "capture", count)
-    for limit in (cuda.MAX_GRAPHS, 0):
-        monkeypatch.setattr(cuda, "MAX_GRAPHS", limit)
+    monkeypatch.setattr(Cuda, "capture", count)
+    for limit in (step_graphs.MAX_GRAPHS, 0):
+        monkeypatch.setattr(step_graphs, "MAX_GRAPHS", limit)
         rounds[0] = 1
         result = CASES[name].train(
             "vmap", clients=CASES[name].clients(torch.float32, (15, 12, 10, 7, 3)), rounds=5, lr=0.05, slots=5,

@@ -21,10 +21,8 @@ from fastsam.fed.update.results import ClientResults
 
 log = logging.getLogger("fastsam.fed")
 
-
 # Numbers of each thread of a kernel between two passes of a client, in the sequence of its seed. A pass draws fewer.
 PASS_OFFSET = 2**20
-MAX_GRAPHS = 32  # graphs of `Captures`
 
 
 class CaptureError(RuntimeError):
@@ -201,52 +199,6 @@ class Cuda:
             torch.cuda.synchronize(self.device)
         except RuntimeError as error:  # after a failed capture; the reason of the failure is raised elsewhere
             log.info("the device could not be waited for at the end of a run: %s", error)
-
-
-class Captures:
-    """Work of one run that is captured as graphs, by key: the first call of a key runs as it is, later ones replay.
-
-    The work reads its inputs, an int64 tensor, and memory whose addresses stay. Graphs replay one after the other on
-    one stream, so they share one pool.
-    """
-
-    def __init__(self, cuda: Cuda) -> None:
-        self.cuda, self.stream, self._pool = cuda, cuda.stream(), cuda.pool()
-        self._graphs: dict[Hashable, tuple[Any, Tensor, object]] = {}  # graph, inputs, and references
-
-    def __contains__(self, key: Hashable) -> bool:
-        return key in self._graphs
-
-    def capture(self, key: Hashable, inputs: Tensor, work: Callable[[Tensor], object], references: object) -> None:
-        """Capture `work(inputs)`, which has run with inputs of this shape before: libraries set up on first use, and
-        that cannot be captured. `references` stay alive with the graph. Raises CaptureError."""
-        if len(self._graphs) == MAX_GRAPHS:
-            return
-        self.stream.wait_stream(self.cuda.current())
-        fixed = inputs.clone()
-        graph = self.cuda.capture(lambda: work(fixed), self.stream, self._pool)
-        self.cuda.current().wait_stream(self.stream)
-        self._graphs[key] = graph, fixed, references
-        if len(self._graphs) == MAX_GRAPHS:
-            log.warning(
-                "%d sorts of steps are captured as CUDA graphs. Other sorts run one operation at a time, which is "
-                "slower. Fewer batch sizes (drop_last=True) or slots make fewer sorts",
-                MAX_GRAPHS,
-            )
-
-    def replay(self, key: Hashable, inputs: Tensor) -> None:
-        """Replay the graph of a key with other inputs, of the same shape."""
-        graph, fixed, _ = self._graphs[key]
-        self.stream.wait_stream(self.cuda.current())
-        with self.cuda.use(self.stream):
-            fixed.copy_(inputs)
-            graph.replay()
-        self.cuda.current().wait_stream(self.stream)
-
-    def release(self) -> None:
-        """Release all graphs at the end of a run."""
-        self.cuda.synchronize()
-        self._graphs.clear()
 
 
 @contextmanager

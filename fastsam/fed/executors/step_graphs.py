@@ -8,14 +8,17 @@ has. Steps that are not captured have the same number of rows, so that a capture
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from fastsam.fed.clients.samples import Tensors
 from fastsam.fed.common.transfer import to_device
-from fastsam.fed.executors.cuda import Captures, Cuda
+from fastsam.fed.executors.cuda import Cuda
 from fastsam.fed.executors.rowprograms.row_steps import RowSteps
 from fastsam.fed.executors.stacked_client import Group, gather_samples, keys_of, next_indices
 from fastsam.fed.executors.stacked_steps import StackedStep
@@ -24,19 +27,33 @@ from fastsam.fed.update.rows import Rows
 from fastsam.fed.update.scratch_rows import ScratchRows
 from fastsam.fed.update.steps import Key
 
+log = logging.getLogger("fastsam.fed")
+
+MAX_GRAPHS = 32
 TakeStep = Callable[[Rows, Tensors], StackedStep]  # function of rows and a batch
+Sort = tuple[Key, int, int, int]  # key of the steps, size of a batch, number of rows, and number of steps
+
+
+class StepGraph(NamedTuple):
+    """Captured steps, the int64 tensor from which they read their inputs, and objects whose memory they use."""
+
+    graph: Any
+    inputs: Tensor
+    references: object
 
 
 class StepGraphs:
-    """The captured steps of one run, by key of the step, size of the batch, number of rows, and number of steps."""
+    """The captured steps of one run. They replay one after the other on one stream, so they share one pool."""
 
     def __init__(self, cuda: Cuda, slots: int) -> None:
-        self.slots, self._captures = slots, Captures(cuda)
+        self.cuda, self.slots, self.stream, self._pool = cuda, slots, cuda.stream(), cuda.pool()
+        self._graphs: dict[Sort, StepGraph] = {}
         self._passes: dict[Key, int] = {}  # number of backward passes of a step
 
     def release(self) -> None:
         """Release all graphs at the end of a run."""
-        self._captures.release()
+        self.cuda.synchronize()
+        self._graphs.clear()
 
     def serves(self, clients: Group) -> bool:
         """Return True if clients may take their next steps here: their samples are in a store, and no row is copied
@@ -56,7 +73,7 @@ class StepGraphs:
         n, samples, size = _number_of_rows(len(clients), self.slots), first.samples, first.size
         most = 1 if first.key.has_rate else min(client.equal_steps() for client in clients)
         keys = [(first.key, size, n, steps) for steps in (8, 4, 2, 1) if steps <= most]
-        key = next((key for key in keys if key in self._captures), keys[0])
+        key = next((key for key in keys if key in self._graphs), keys[0])
         steps = key[-1]
         draws = row_steps.setup.draws is not None
         inputs = to_device(self._inputs(clients, n, steps, draws), samples[0].device)
@@ -74,15 +91,40 @@ class StepGraphs:
                 self._passes[first.key], is_plain = passes.count, passes.is_plain
             scratch.put_back(inputs[:, 1], copies)
 
-        if key in self._captures:
-            self._captures.replay(key, inputs)
+        if key in self._graphs:
+            self._replay(self._graphs[key], inputs)
         else:
             work(inputs)
             function = row_steps.replays.find_function(size, n, *samples, *([inputs[:, 0]] if draws else []))
             if is_plain and function is not None and first.error is None and not row_steps.serves(first):
-                self._captures.capture(key, inputs, work, (samples, function, scratch))
+                self._capture(key, inputs, work, (samples, function, scratch))
         for client in clients:
             client.advance(steps, self._passes[first.key])
+
+    def _capture(self, key: Sort, inputs: Tensor, work: Callable[[Tensor], None], references: object) -> None:
+        """Capture `work(inputs)`, which has run with inputs of this shape before: libraries set up on first use, and
+        that cannot be captured. Raises CaptureError."""
+        if len(self._graphs) == MAX_GRAPHS:
+            return
+        self.stream.wait_stream(self.cuda.current())
+        fixed = inputs.clone()
+        graph = self.cuda.capture(partial(work, fixed), self.stream, self._pool)
+        self.cuda.current().wait_stream(self.stream)
+        self._graphs[key] = StepGraph(graph, fixed, references)
+        if len(self._graphs) == MAX_GRAPHS:
+            log.warning(
+                "%d sorts of steps are captured as CUDA graphs. Other sorts run one operation at a time, which is "
+                "slower. Fewer batch sizes (drop_last=True) or slots make fewer sorts",
+                MAX_GRAPHS,
+            )
+
+    def _replay(self, captured: StepGraph, inputs: Tensor) -> None:
+        """Take captured steps with other inputs, of the same shape."""
+        self.stream.wait_stream(self.cuda.current())
+        with self.cuda.use(self.stream):
+            captured.inputs.copy_(inputs)
+            captured.graph.replay()
+        self.cuda.current().wait_stream(self.stream)
 
     def _inputs(self, clients: Group, n: int, steps: int, draws: bool) -> Tensor:
         """Return the inputs of `n` rows, int64 `[n, 2 + seeds + steps * batch]` on the host: the row that is read, the

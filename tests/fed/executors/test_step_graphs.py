@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from fastsam import fed
-from fastsam.fed.executors import cuda
+from fastsam.fed.executors import step_graphs
 from fastsam_kernels import native
 from tests.helpers import oracle
 from tests.helpers.attending import Reader, texts
@@ -47,7 +47,7 @@ def train(
 def uncaptured(monkeypatch: pytest.MonkeyPatch, work: Callable[[], str]) -> str:
     """Return the result of a run that captures nothing."""
     with monkeypatch.context() as patch:
-        patch.setattr(cuda, "MAX_GRAPHS", 0)
+        patch.setattr(step_graphs, "MAX_GRAPHS", 0)
         result = work()
     assert FakeCuda.graphs == []
     return result
@@ -146,7 +146,7 @@ def test_steps_that_a_measure_keeps_are_not_captured() -> None:
 def test_no_more_graphs_than_are_kept(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     """A warning says that other sorts of steps are slower, once."""
     plain = uncaptured(monkeypatch, lambda: train(fed.FedAvg(), UNEQUAL))
-    monkeypatch.setattr(cuda, "MAX_GRAPHS", 2)
+    monkeypatch.setattr(step_graphs, "MAX_GRAPHS", 2)
     with caplog.at_level("WARNING", logger="fastsam.fed"):
         assert train(fed.FedAvg(), UNEQUAL) == plain
     assert len(FakeCuda.graphs) == 2
