@@ -4,9 +4,6 @@ queued thousands.
     open      neighbouring lanes begin together, on the caller's stream (LaneRows.begin); each lane waits for one event
     step      a chunk of steps on the lane's stream: one replay (GraphLane.step)
     close     lanes that ended are joined, and their results are made together (LaneRows.results)
-
-Lanes that ended are closed, refilled and stepped before their results are yielded, because the receiver waits for the
-device.
 """
 
 from __future__ import annotations
@@ -44,6 +41,7 @@ class Graph(LaneExecutor[GraphLane]):
     """
 
     name = "graph"
+    refills_first = True
     default_slots = 16  # on an H200 a CNN's round of 100 clients takes 17.8 ms, with 8 slots 21.4 and with 31 16.8
 
     def __init__(self, setup: Setup) -> None:

@@ -88,12 +88,16 @@ class LaneExecutor(Executor, Generic[AnyLane]):
 
     Attributes:
         lanes: the lanes that were needed so far, in the order of the slots.
+        refills_first: lanes that ended are opened again, and their steps are queued, before results are yielded,
+            because the receiver waits for the device. A loop may return views of its lane's memory, so that its results
+            must be received first.
 
     Raises:
         ValueError: the device is not a CUDA device.
     """
 
     longest_first = True
+    refills_first: ClassVar[bool] = False
     default_slots: ClassVar[int] = 8  # torch has 32 streams and then repeats the first
 
     def __init__(self, setup: Setup) -> None:
@@ -128,25 +132,29 @@ class LaneExecutor(Executor, Generic[AnyLane]):
             self.cuda.current().wait_stream(lane.stream)
 
     def _outcomes(self, start: Tensor, buffers: Sequence[Tensor], tasks: Iterator[Task]) -> Iterator[ClientOutcome]:
-        """Yield the outcomes of a round. Lanes that ended are closed, opened again and have steps in their queues
-        before, because the receiver waits for the device."""
+        """Yield the outcomes of a round."""
         finished_lanes: list[AnyLane] = []
         while True:
-            parts = self._close(finished_lanes)
             errors = [lane.error for lane in finished_lanes if lane.error is not None]
+            outcomes = self._join(errors, self._close(finished_lanes))
+            if not self.refills_first:
+                yield from outcomes
             with name_slots(self.slots):
                 self._open(self._assign(tasks), start, buffers)
             busy = [lane for lane in self.lanes if lane.is_busy]
             finished_lanes = [lane for lane in busy if not lane.queue_steps()]
             for lane in finished_lanes:
                 lane.is_busy = False
-            yield from errors
-            # Lanes that ended together are one group if they can: its numbers are read once.
-            for group in group_by_fields(parts):
-                self.random.check(group[0].client_ids[0])
-                yield join_results(group)
+            yield from outcomes  # what is left of them
             if not busy:
                 return
+
+    def _join(self, errors: Iterable[ClientError], parts: Iterable[ClientResults]) -> Iterator[ClientOutcome]:
+        """Yield errors, and results that have the same fields together: their numbers are read once."""
+        yield from errors
+        for group in group_by_fields(parts):
+            self.random.check(group[0].client_ids[0])
+            yield join_results(group)
 
     def _assign(self, tasks: Iterator[Task]) -> Iterator[tuple[AnyLane, Task]]:
         """Yield the free lanes, each with its next task, until there are no more tasks. A lane is made when it is first

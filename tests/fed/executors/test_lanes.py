@@ -198,7 +198,22 @@ def test_streams_that_end_together_close_together() -> None:
     assert groups == [[0, 1, 2], [5], [3, 4, 6]] or groups == [[0, 1, 2], [5], [3, 4], [6]]
 
 
-# ---- planted races
+class ReturnsWeights(fed.FedAvg):
+    """A loop that returns a view of its model's weights."""
+
+    def train_client(self, client: Any, server: Any, state: Any, round: Any) -> dict[str, Tensor]:
+        for x, y in client.batches():
+            client.step(x, y)
+        return {"w": client.w}
+
+    def finish(self, server: Any, client: Any, results: Any, round: Any) -> tuple[Any, fed.Upload]:
+        return client, fed.Upload(mean={"delta": results.extra["w"] - server["w"]})
+
+
+def test_results_of_a_loop_are_received_before_their_lane_trains_again() -> None:
+    sizes = (7, 30, 1, 52, 12, 47)
+    plain, other = (digest(run(name, sizes, ReturnsWeights(), slots=2)) for name in ("sequential", "streams"))
+    assert plain == other
 
 
 # ---- errors
