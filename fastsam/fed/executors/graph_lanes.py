@@ -99,13 +99,16 @@ class GraphLane(Lane):
         step is left."""
         k, size, steps = self.k, self.batch_sizes[self.k], 1
         if self.memory.store is not None:
-            steps = equal_steps(k, self.batch_sizes, len(self.task.work.sizes), self.task.snapshots)
-            alignments = self._alignments()
+            epoch = len(self.task.work.sizes)
+            steps = equal_steps(k, self.batch_sizes, epoch, self.task.snapshots)
+            alignments = self._alignments(k % epoch)
             self._run((size, steps, alignments), steps, lambda _: self._take_stored(size, steps, alignments))
         else:
             with self.client_errors:
                 batch = next(self.batches)
-            self._run((size, layout_of(batch)), 1, partial(self._take_read, size), batch)
+            layout = layout_of(batch)
+            sort = None if layout is None else (size, layout)
+            self._run(sort, 1, partial(self._take_read, size), batch)
         self.k = k + steps  # a replay does not count
         return self.k <= self.last
 
@@ -128,12 +131,12 @@ class GraphLane(Lane):
         with self.client_errors:
             self.next_step(*batch, size)
 
-    def _alignments(self) -> tuple[int, ...]:
-        """Return for x and y of the next steps how far `sequential` has them from a multiple of the alignment.
-        Libraries' rounding depends on it. Whole numbers count as 0, because each of 16 alignments would have separate
-        graphs."""
+    def _alignments(self, place: int) -> tuple[int, ...]:
+        """Return for x and y of the epoch's batches from `place` on how far `sequential` has them from a multiple of
+        the alignment. Libraries' rounding depends on it. Whole numbers count as 0, because each of 16 alignments would
+        have separate graphs."""
         assert self.memory.store is not None
-        unit, place, result = _ALIGNMENT[self.z.device.type], self.k % len(self.task.work.sizes), []
+        unit, result = _ALIGNMENT[self.z.device.type], list[int]()
         for data, own in zip(self.memory.store.tensors, self.task.work.tensors, strict=True):
             bytes_of_batch = self.batch_sizes[0] * data[0].numel() * data.element_size()
             if not data.is_floating_point():
@@ -150,12 +153,13 @@ class GraphLane(Lane):
         """Take steps: without a graph, or by a replay.
 
         Args:
-            sort: properties that a graph depends on, in addition to the key of the step.
+            sort: properties that a graph depends on, in addition to the key of the step. None: it cannot be captured.
             steps: number of steps.
             work: function of a batch that takes them.
             batch: the batch, None if it is in the store.
         """
-        if not self._can_be_captured(batch):
+        has_rate = not self.step.key.has_rate or self.memory.schedule is not None
+        if sort is None or not has_rate or self.k in self.task.snapshots:  # the row is copied before the step
             work(batch)
             return
         key, count = (self.step.key, sort), self.backward_passes
@@ -174,12 +178,6 @@ class GraphLane(Lane):
         captured.graph.replay()
         self.backward_passes = count + captured.passes
 
-    def _can_be_captured(self, batch: Batch | None) -> bool:
-        """Return False if the row is copied before the next step, if no table has its learning rate, or if a batch has
-        elements that share memory, so that nothing can be copied into it."""
-        has_rate = not self.step.key.has_rate or self.memory.schedule is not None
-        return self.k not in self.task.snapshots and has_rate and all(map(fills, tensors_of(batch)))
-
     def _capture(self, steps: RepeatedSteps, work: Callable[[Any], None], batch: Batch | None) -> None:
         steps.inputs = map_tree(lambda leaf: _like(leaf) if isinstance(leaf, Tensor) else leaf, batch)
         state = None if self.draws is None else self.draws.state
@@ -192,9 +190,10 @@ class GraphLane(Lane):
 
 
 def layout_of(batch: Batch) -> Hashable:
-    """Return the properties that two batches must share to have the same inputs. Libraries' rounding depends on them.
-    See `GraphLane._alignments`."""
-    return tuple((path, _layout_of_leaf(leaf)) for path, leaf in leaves(batch))
+    """Return the properties that two batches must share to have the same inputs, or None if they cannot be copied into
+    inputs. Libraries' rounding depends on them. See `GraphLane._alignments`."""
+    can_be_copied = all(map(fills, tensors_of(batch)))
+    return tuple((path, _layout_of_leaf(leaf)) for path, leaf in leaves(batch)) if can_be_copied else None
 
 
 def _layout_of_leaf(leaf: Any) -> Hashable:

@@ -11,7 +11,6 @@ from typing import Any, ClassVar, Generic, TypeVar
 import torch
 from torch import Tensor
 
-from fastsam.fed.clients.samples import tensors_of
 from fastsam.fed.executors.base import ClientError, ClientOutcome, Executor, excludes
 from fastsam.fed.executors.client_trainer import ClientTrainer
 from fastsam.fed.executors.cuda import Cuda
@@ -216,8 +215,15 @@ def vectors(task: Task) -> list[Tensor]:
 
 def tensors(results: ClientResults) -> list[Tensor]:
     """Return the tensors of a ClientResults on the device."""
-    snapshots = [(s.w, s.eps) for by_step in results.snapshots or () for s in by_step.values()]
-    return [t for t in tensors_of([*vars(results).values(), snapshots]) if t.device.type != "cpu"]
+    snapshots = [s for by_step in results.snapshots or () for s in by_step.values()]
+    values = [*vars(results).values(), *named_tensors(results).values(), *(t for s in snapshots for t in (s.w, s.eps))]
+    return [t for t in values if isinstance(t, Tensor) and t.device.type != "cpu"]
+
+
+def named_tensors(results: ClientResults) -> dict[tuple[str, str], Tensor]:
+    """Return the tensors of a ClientResults that have names, by field and name."""
+    mappings = {"extra": results.extra, "outputs": results.outputs, "state": results.optimizer_state or {}}
+    return {(field, name): x for field, mapping in mappings.items() for name, x in mapping.items()}
 
 
 def join_results(parts: Sequence[ClientResults]) -> ClientResults:
@@ -237,13 +243,9 @@ def join_results(parts: Sequence[ClientResults]) -> ClientResults:
 
 def group_by_fields(parts: Iterable[ClientResults]) -> list[list[ClientResults]]:
     """Return results that have the same fields, in groups."""
-
-    def form(value: object) -> Hashable:
-        if isinstance(value, Mapping):
-            return tuple(sorted((name, x.shape) for name, x in value.items()))
-        return value is None
-
     groups: dict[Hashable, list[ClientResults]] = {}
     for part in parts:
-        groups.setdefault(tuple(map(form, vars(part).values())), []).append(part)
+        shapes = frozenset((name, x.shape) for name, x in named_tensors(part).items())
+        key = shapes, tuple(value is None for value in vars(part).values())
+        groups.setdefault(key, []).append(part)
     return list(groups.values())
