@@ -58,11 +58,10 @@ class Cuda:
         """Return a context whose work goes to `stream`."""
         return torch.cuda.stream(stream)
 
-    def record_stream(self, tensors: Iterable[Tensor | None], stream: torch.cuda.Stream) -> None:
+    def record_stream(self, tensors: Iterable[Tensor], stream: torch.cuda.Stream) -> None:
         """Keep the memory of tensors of another stream allocated until `stream` has used them."""
         for tensor in tensors:
-            if tensor is not None:
-                tensor.record_stream(stream)
+            tensor.record_stream(stream)
 
     @contextmanager
     def no_wait(self) -> Iterator[None]:

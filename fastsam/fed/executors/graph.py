@@ -2,7 +2,7 @@
 queued thousands.
 
     open      neighbouring lanes begin together, on the caller's stream (LaneRows.begin); each lane waits for one event
-    step      a chunk of steps on the lane's stream: one replay (GraphLane.step)
+    step      a chunk of steps on the lane's stream: one replay (GraphLane.take_steps)
     close     lanes that ended are joined, and their results are made together (LaneRows.results)
 """
 
