@@ -1,9 +1,9 @@
 """Captured local steps: each lane replays its clients' steps from CUDA graphs. The host then queues one thing where it
 queued thousands.
 
-    open      neighbouring lanes begin together, on the caller's stream (LaneRows.begin); each lane waits for one event
+    open      neighbouring lanes begin together, on the caller's stream (Graph._begin); each lane waits for one event
     step      a chunk of steps on the lane's stream: one replay (GraphLane.take_steps)
-    close     lanes that ended are joined, and their results are made together (LaneRows.results)
+    close     lanes that ended are joined, and their results are made together (Graph._results)
 """
 
 from __future__ import annotations
@@ -12,17 +12,20 @@ from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
+from fastsam.fed.clients.plan import places_of
+from fastsam.fed.common.transfer import to_device
 from fastsam.fed.executors import streams
 from fastsam.fed.executors.base import refusal
 from fastsam.fed.executors.capture_trial import why_not_captured
-from fastsam.fed.executors.graph_lanes import GRAPH_STEPS, GraphLane
-from fastsam.fed.executors.lane_rows import LaneRows
+from fastsam.fed.executors.graph_lanes import GRAPH_STEPS, GraphLane, LaneMemory
 from fastsam.fed.executors.memory_errors import name_slots
 from fastsam.fed.executors.randomness import LaneRandomness
 from fastsam.fed.executors.stacked_client import runs
 from fastsam.fed.executors.streams import LaneExecutor, tensors
-from fastsam.fed.executors.task import Setup, Task, sort_of
+from fastsam.fed.executors.task import Setup, Task, sort_of, step_of
+from fastsam.fed.update.model_copy import buffer_displacement
 from fastsam.fed.update.passes import PassesOfBeginning
 from fastsam.fed.update.results import ClientResults
 
@@ -48,7 +51,7 @@ class Graph(LaneExecutor[GraphLane]):
         super().__init__(setup)
         self.slots = min(self.slots, setup.cohort or self.slots)
         with name_slots(self.slots):
-            self.rows = LaneRows(setup, self.slots, GRAPH_STEPS * setup.options.batch_size)
+            self.memory = LaneMemory(setup, self.slots, GRAPH_STEPS * setup.options.batch_size)
 
     @staticmethod
     def why_not(setup: Setup) -> str | None:
@@ -58,7 +61,7 @@ class Graph(LaneExecutor[GraphLane]):
     def _new_lane(self, slot: int) -> GraphLane:
         draws = self.setup.draws is not None
         random = LaneRandomness(self.setup.device, self.cuda) if draws else self.random
-        return GraphLane(self.setup, random, self.cuda, self.rows, slot)
+        return GraphLane(self.setup, random, self.cuda, self.memory, slot)
 
     def _open(self, opened: Iterable[tuple[GraphLane, Task]], start: Tensor, buffers: Sequence[Tensor]) -> None:
         lanes = []
@@ -67,7 +70,7 @@ class Graph(LaneExecutor[GraphLane]):
             if lane.error is None:
                 lanes.append(lane)
         for group in self._neighbours(lanes):
-            self.rows.begin(group[0].slot, group, start, _LanePasses(group))
+            self._begin(group, start)
         if not lanes:
             return
         event = self.cuda.current().record_event()
@@ -75,14 +78,55 @@ class Graph(LaneExecutor[GraphLane]):
             lane.stream.wait_event(event)
             lane.batches = lane.task.work.batches()
 
+    def _begin(self, lanes: Sequence[GraphLane], w: Tensor) -> None:
+        """Begin the tasks of neighbouring lanes, whose steps are of one sort, from the global model `w`."""
+        memory, tasks, slot, end = self.memory, [lane.task for lane in lanes], lanes[0].slot, lanes[-1].slot + 1
+        if lanes[0].replica.buffers:
+            pairs = [pair for lane in lanes for pair in zip(lane.replica.buffers, lane.buffers, strict=True)]
+            torch._foreach_copy_([buffer for buffer, _ in pairs], [value for _, value in pairs])
+            for lane in lanes:
+                lane.teachers.load_buffers(lane.buffers)
+        memory.counters[slot:end].zero_()
+        if memory.store is not None:
+            indices, begins = places_of([task.work for task in tasks], [0] * len(tasks))
+            places = zip(begins, [lane.num_samples for lane in lanes], strict=True)
+            _write(memory.indices, slot, [indices[begin : begin + count] for begin, count in places])
+        key = tasks[0].step.key
+        if key.has_rate and memory.schedule is not None:
+            rates = [[lane.task.lr_of_step(k, lane.last + 1) for k in range(lane.last + 1)] for lane in lanes]
+            _write(memory.schedule, slot, [torch.tensor(row, dtype=torch.float64) for row in rates])
+        step_of(tasks).begin(memory.rows.part(slot, end), w, tasks[0].lr, _LanePasses(lanes))
+        for lane in lanes:
+            lane.rows.select(key)
+
     def _close(self, lanes: Sequence[GraphLane]) -> list[ClientResults]:
         current, parts = self.cuda.current(), []
         for lane in lanes:
             current.wait_stream(lane.stream)
         for group in self._neighbours([lane for lane in lanes if lane.error is None]):
-            parts.append(self.rows.results(group[0].slot, group))
+            parts.append(self._results(group))
             self.cuda.record_stream(tensors(parts[-1]), current)
         return parts
+
+    def _results(self, lanes: Sequence[GraphLane]) -> ClientResults:
+        """Return the results of the clients of neighbouring lanes, whose steps are of one sort."""
+        first, rows = lanes[0], self.memory.rows.part(lanes[0].slot, lanes[-1].slot + 1)
+        rows.select(first.step.key)
+        for lane in lanes:
+            lane.check_model()
+        buffers = [buffer_displacement(x.replica.buffers, x.buffers)[None] for x in lanes if x.replica.buffers]
+        has_start = first.task.step.start is not None
+        return ClientResults(
+            client_ids=[lane.task.client for lane in lanes],
+            num_steps=[lane.k for lane in lanes],
+            backward_passes=[lane.backward_passes for lane in lanes],
+            losses=rows.losses.clone(),
+            num_samples=[lane.num_samples for lane in lanes],
+            buffers=torch.cat(buffers) if buffers else None,
+            snapshots=[lane.snapshots for lane in lanes],
+            start=torch.stack([lane.start for lane in lanes]) if has_start else None,
+            **rows.results(first.step.state is not None),
+        )
 
     @staticmethod
     def _neighbours(lanes: Sequence[GraphLane]) -> list[Sequence[GraphLane]]:
@@ -128,3 +172,9 @@ class _LanePasses(PassesOfBeginning):
             results.append(parts)
             cuda.record_stream(parts, current)
         return results
+
+
+def _write(field: Tensor, slot: int, rows: Sequence[Tensor]) -> None:
+    """Write tensors `[.]` of the host to the rows of a field from `slot` on, in one copy. Shorter ones end in zeros."""
+    values = pad_sequence(list(rows), batch_first=True)
+    field[slot : slot + len(rows), : values.shape[1]].copy_(to_device(values, field.device))

@@ -15,10 +15,10 @@ from fastsam.fed.clients.plan import BLOCK
 from fastsam.fed.clients.samples import leaves, map_tree, tensors_of
 from fastsam.fed.executors.base import ClientError
 from fastsam.fed.executors.cuda import Cuda
-from fastsam.fed.executors.lane_rows import LaneRows
 from fastsam.fed.executors.randomness import LaneRandomness, PassRandomness
 from fastsam.fed.executors.streams import Lane
 from fastsam.fed.executors.task import Setup
+from fastsam.fed.update.rows import Rows
 from fastsam_kernels.hparams import HParam
 
 GRAPH_STEPS = 8  # largest number of steps in a graph, a power of two
@@ -46,6 +46,38 @@ def equal_steps(k: int, sizes: Sequence[int], epoch: int, copied_steps: Set[int]
     return count
 
 
+class LaneMemory:
+    """The rows of all lanes in one memory, with the orders of samples, the counters and the schedules that captured
+    steps read.
+
+    Attributes:
+        store: the samples of all clients, or None if captured steps cannot read them.
+        indices: int64 `[slots, samples]`, the samples of the steps of each row in order, as indices of the store.
+        counters: int64 `[slots, 2]`, the numbers of samples and of scheduled steps that each row has taken.
+        schedule: float64 `[slots, steps]`, the learning rate of each step, or None if clients have unknown sizes.
+        range: int64 `[samples]`, 0, 1, ...: the largest number of samples of a graph.
+    """
+
+    def __init__(self, setup: Setup, slots: int, samples_at_once: int) -> None:
+        self.rows, clients, options = Rows(setup, slots, copies=True), setup.population.clients, setup.options
+        # `sequential` reads batches of trees one by one, and a part of a longer gather would begin elsewhere in memory.
+        has_pairs = setup.population.augment is None and not clients.is_batched
+        self.store = clients.store if has_pairs else None
+        # Without shuffling `sequential` trains on views of the store, whose strides a gathered batch would not have.
+        if self.store is not None and not options.shuffle:
+            is_contiguous = self.store.x.is_contiguous() and self.store.y.is_contiguous()
+            self.store = self.store if is_contiguous else None
+        sizes = set(clients.sizes) if clients.has_all_sizes else {0}
+        longest = max(map(options.samples_of, sizes)) if self.store is not None else 0
+        self.indices = torch.zeros(slots, longest, dtype=torch.int64, device=setup.device)
+        self.range = torch.arange(samples_at_once, device=setup.device)
+        self.counters = torch.zeros(slots, 2, dtype=torch.int64, device=setup.device)
+        self.schedule: Tensor | None = None
+        if clients.has_all_sizes:
+            shape = slots, max(map(options.steps_of, sizes))
+            self.schedule = torch.zeros(shape, dtype=torch.float64, device=setup.device)
+
+
 @dataclass
 class RepeatedSteps:
     """Steps that a lane takes again and again: without a graph at first, then by a replay.
@@ -64,7 +96,7 @@ class RepeatedSteps:
 
 
 class GraphLane(Lane):
-    """A lane in a row of `LaneRows`, whose steps read and write the same memory every time, so that they can be
+    """A lane in a row of `LaneMemory`, whose steps read and write the same memory every time, so that they can be
     captured. The methods run on the lane's stream.
 
     With a store several steps are taken together, and gather their batches themselves: the next indices of the row,
@@ -79,7 +111,7 @@ class GraphLane(Lane):
         num_graphs: number of graphs.
     """
 
-    def __init__(self, setup: Setup, random: PassRandomness, cuda: Cuda, memory: LaneRows, slot: int) -> None:
+    def __init__(self, setup: Setup, random: PassRandomness, cuda: Cuda, memory: LaneMemory, slot: int) -> None:
         super().__init__(setup, random, cuda, memory.rows.part(slot, slot + 1))
         self.slot, self.memory, self.pool = slot, memory, cuda.pool()
         self.samples_done, self.steps_done = memory.counters[slot].split(1)
@@ -118,7 +150,7 @@ class GraphLane(Lane):
         assert memory.store is not None
         indices = memory.indices[self.slot].index_select(0, memory.range[:number] + self.samples_done)
         self.samples_done.add_(number)
-        for data, alignment in zip((memory.store.x, memory.store.y), alignments, strict=True):
+        for data, alignment in zip(memory.store.tensors, alignments, strict=True):
             shape = number, *data.shape[1:]
             batches = aligned(data, math.prod(shape), alignment).view(shape)
             parts.append(torch.index_select(data, 0, indices, out=batches).split(size))
