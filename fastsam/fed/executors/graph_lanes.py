@@ -83,7 +83,8 @@ class RepeatedSteps:
     """Steps that a lane takes again and again: without a graph at first, then by a replay.
 
     Attributes:
-        num_eager: number of steps that were taken without a graph.
+        num_eager: number of steps that were taken without a graph, and without an error: a capture that fails ends the
+            run.
         passes: number of their backward passes in one call.
         graph: their graph.
         inputs: the batch that the graph reads, if it is not in the store.

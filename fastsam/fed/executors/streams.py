@@ -152,8 +152,9 @@ class LaneExecutor(Executor, Generic[AnyLane]):
         """Yield errors, and results that have the same fields together: their numbers are read once."""
         yield from errors
         for group in group_by_fields(parts):
-            self.random.check(group[0].client_ids[0])
-            yield join_results(group)
+            results = join_results(group)
+            self.random.check(results.client_ids[0])
+            yield results
 
     def _assign(self, tasks: Iterator[Task]) -> Iterator[tuple[AnyLane, Task]]:
         """Yield the free lanes, each with its next task, until there are no more tasks. A lane is made when it is first

@@ -234,6 +234,18 @@ def test_a_client_that_raises_is_excluded(executor: str) -> None:
     assert digest(result) == digest(plain) and excluded_clients(result) == [[0, 3]] * 3
 
 
+def test_steps_that_raise_are_not_captured() -> None:
+    """A capture that fails ends the run."""
+    raised = list[bool]()
+
+    def record(scores: Tensor, y: Tensor) -> Tensor:
+        raised.extend([FakeCuda.is_in_graph] * (len(y) == 2))
+        return loss(scores, y)
+
+    run("graph", (26, 16, 10, 16), loss=record, on_client_error="exclude", max_excluded=0.5, slots=1)
+    assert len(raised) >= 6 and not any(raised)
+
+
 @pytest.mark.parametrize("slots", [1, 3])
 def test_a_failed_capture_ends_the_run_with_its_reason(slots: int, monkeypatch: MonkeyPatch) -> None:
     """Also where nothing can be waited for afterwards, and if clients with errors are excluded."""
