@@ -93,6 +93,7 @@ class Executor(ABC):
     numbers: str = "exact"
 
     def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
         if "name" in vars(cls):
             registry[cls.name] = cls
 

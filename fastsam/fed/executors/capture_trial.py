@@ -6,10 +6,10 @@ error.
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from traceback import FrameSummary, extract_tb, walk_stack
+from traceback import extract_tb
 from typing import Any
 
 import torch
@@ -39,12 +39,9 @@ def why_not_captured(setup: Setup, cuda: Cuda) -> str | None:
     replica.module.train()
     passes = ModelPasses(replica, setup.layout, setup.loss)
     with PassRandomness(setup.device).preserve_states(), NumbersOnDevice():
-        passes.run(x, y)
-        for problem in (_waits, _draws_on_host, _changes_python):
-            reason = problem(lambda: passes.run(x, y), replica.module, cuda)
-            if reason is not None:
-                return reason
-    return None
+        run = partial(passes.run, x, y)
+        run()
+        return _waits(run, cuda) or _draws_on_host(run, cuda) or _changes_python(run, replica.module)
 
 
 def _why_no_draws(model: nn.Module, cuda: Cuda) -> str | None:
@@ -56,42 +53,43 @@ def _why_no_draws(model: nn.Module, cuda: Cuda) -> str | None:
     return None
 
 
-def _waits(run: Callable[[], object], model: nn.Module, cuda: Cuda) -> str | None:
+def _waits(run: Callable[[], object], cuda: Cuda) -> str | None:
     try:
         with cuda.no_wait():
             run()
     except RuntimeError as error:
-        line, message = _user_line(extract_tb(error.__traceback__)), str(error).strip().splitlines()
-        return f"the model or the loss looks at values on the host{line} ({message[0] if message else ''})"
+        message = str(error).strip().splitlines()
+        return f"the model or the loss looks at values on the host{_user_line(error)} ({message[0] if message else ''})"
     return None
 
 
-def _draws_on_host(run: Callable[[], object], model: nn.Module, cuda: Cuda) -> str | None:
-    recorder = HostDrawRecorder(cuda.host_generator())
-    with recorder:
-        run()
-    if recorder.has_drawn():
-        return f"a pass draws random numbers on the CPU{recorder.line}, which a capture would freeze"
-    return None
+def _draws_on_host(run: Callable[[], object], cuda: Cuda) -> str | None:
+    mode, line = _NoDraws(cuda.host_generator()), ""
+    try:
+        with mode:
+            run()
+    except _DrawError as error:
+        line = _user_line(error)
+    return f"a pass draws random numbers on the CPU{line}, which a capture would freeze" if mode.has_drawn() else None
 
 
-def _changes_python(run: Callable[[], object], model: nn.Module, cuda: Cuda) -> str | None:
+def _changes_python(run: Callable[[], object], model: nn.Module) -> str | None:
     old_state = python_state(model)
     run()
     changes = difference(old_state, python_state(model))
     return f"a pass changes Python's state ({changes}), which a capture would freeze" if changes else None
 
 
-class HostDrawRecorder(TorchFunctionMode):
-    """Records the first line of a user's code inside that draws from a generator of the host.
+class _DrawError(RuntimeError):
+    """A function of torch drew random numbers."""
 
-    Attributes:
-        line: place of the line in words, "" if it is unknown.
-    """
+
+class _NoDraws(TorchFunctionMode):
+    """Raises _DrawError after the first function of torch that draws from a generator of the host."""
 
     def __init__(self, generator: torch.Generator) -> None:
         super().__init__()
-        self._generator, self._state, self.line = generator, generator.get_state(), ""
+        self._generator, self._state = generator, generator.get_state()
 
     def has_drawn(self) -> bool:
         """Return True if the state of the generator has changed."""
@@ -101,14 +99,12 @@ class HostDrawRecorder(TorchFunctionMode):
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         result = func(*args, **(kwargs or {}))
-        if not self.line and self.has_drawn():
-            frames = [FrameSummary(frame.f_code.co_filename, line, "") for frame, line in walk_stack(sys._getframe())]
-            own = next(i for i, frame in enumerate(frames[1:], 1) if frame.filename == __file__)
-            self.line = _user_line(reversed(frames[:own]))
+        if self.has_drawn():
+            raise _DrawError
         return result
 
 
-def _user_line(frames: Iterable[FrameSummary]) -> str:
-    """Return the last line outside of torch and fastsam of frames, in words."""
-    lines = [frame for frame in frames if not frame.filename.startswith(_PACKAGES)]
+def _user_line(error: Exception) -> str:
+    """Return the last line outside of torch and fastsam in the trace of an error, in words."""
+    lines = [frame for frame in extract_tb(error.__traceback__) if not frame.filename.startswith(_PACKAGES)]
     return f" in {Path(lines[-1].filename).name}, line {lines[-1].lineno}" if lines else ""

@@ -8,7 +8,6 @@ import logging
 import struct
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import fields
 from typing import Any, cast
 
 import torch
@@ -16,11 +15,8 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from fastsam.fed.executors.base import ClientError
-from fastsam.fed.executors.task import Task
-from fastsam.fed.update.results import ClientResults
 
 log = logging.getLogger("fastsam.fed")
-
 
 # Numbers of each thread of a kernel between two passes of a client, in the sequence of its seed. A pass draws fewer.
 PASS_OFFSET = 2**20
@@ -63,11 +59,10 @@ class Cuda:
         """Return a context whose work goes to `stream`."""
         return torch.cuda.stream(stream)
 
-    def record_stream(self, tensors: Iterable[Tensor | None], stream: torch.cuda.Stream) -> None:
+    def record_stream(self, tensors: Iterable[Tensor], stream: torch.cuda.Stream) -> None:
         """Keep the memory of tensors of another stream allocated until `stream` has used them."""
         for tensor in tensors:
-            if tensor is not None:
-                tensor.record_stream(stream)
+            tensor.record_stream(stream)
 
     @contextmanager
     def no_wait(self) -> Iterator[None]:
@@ -259,45 +254,3 @@ def _no_collection() -> Iterator[None]:
     finally:
         if was_enabled:
             gc.enable()
-
-
-def vectors(task: Task) -> list[Tensor]:
-    """Return the tensors that the local work of a client reads, in its step and in a loop."""
-    step, of_loop = task.step, () if task.loop is None else task.loop.tensors
-    numbers = [x for x in step.numbers().values() if isinstance(x, Tensor)]
-    return [*step.tensors.values(), *numbers, *(step.buffers or ()), *(step.state or {}).values(), *of_loop]
-
-
-def tensors(results: ClientResults) -> list[Tensor]:
-    """Return the tensors of a ClientResults."""
-    result = [getattr(results, f.name) for f in fields(results)]
-    for mapping in (results.extra, results.outputs, results.optimizer_state or {}):
-        result += mapping.values()
-    result += [t for snapshot in results.snapshots or () for s in snapshot.values() for t in (s.w, s.eps)]
-    return [t for t in result if isinstance(t, Tensor) and t.device.type != "cpu"]
-
-
-def join_results(parts: Sequence[ClientResults]) -> ClientResults:
-    """Return the results of clients as one group, in order. A field must be None for all of them or for none."""
-
-    def join(values: list[Any]) -> Any:
-        if len(values) == 1 or values[0] is None:
-            return values[0]
-        if isinstance(values[0], Tensor):
-            return torch.cat(values)
-        if isinstance(values[0], Mapping):
-            return {name: torch.cat([value[name] for value in values]) for name in values[0]}
-        return [x for value in values for x in value]
-
-    return ClientResults(**{f.name: join([getattr(part, f.name) for part in parts]) for f in fields(ClientResults)})
-
-
-def group_by_fields(parts: Iterable[ClientResults]) -> list[list[ClientResults]]:
-    """Return results that have the same fields, in groups."""
-    groups: dict[Hashable, list[ClientResults]] = {}
-    for part in parts:
-        tensors = [*part.extra.items(), *part.outputs.items(), *(part.optimizer_state or {}).items()]
-        shapes = tuple(sorted((name, x.shape) for name, x in tensors))
-        key = tuple(getattr(part, f.name) is None for f in fields(part)), shapes
-        groups.setdefault(key, []).append(part)
-    return list(groups.values())

@@ -2,90 +2,73 @@
 
 from __future__ import annotations
 
-import logging
 from abc import abstractmethod
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from typing import Any, ClassVar, TypeVar
+from collections.abc import Callable, Generator, Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import fields
+from typing import Any, ClassVar, Generic, TypeVar
 
+import torch
 from torch import Tensor
 
 from fastsam.fed.executors.base import ClientError, ClientOutcome, Executor, excludes
 from fastsam.fed.executors.client_trainer import ClientTrainer
-from fastsam.fed.executors.cuda import Cuda, group_by_fields, join_results, tensors, vectors
+from fastsam.fed.executors.cuda import Cuda
 from fastsam.fed.executors.local_work import run_loop
 from fastsam.fed.executors.memory_errors import name_slots
 from fastsam.fed.executors.randomness import NoRandomness, PassRandomness
 from fastsam.fed.executors.task import Setup, Task
 from fastsam.fed.update.results import ClientResults
+from fastsam.fed.update.rows import Rows
 
-log = logging.getLogger("fastsam.fed")
 T = TypeVar("T")
 
 
-class Lane:
-    """A slot: a row and its stream.
+class Lane(ClientTrainer):
+    """A slot: a trainer, and the stream on which its clients train.
 
     Attributes:
-        busy: a client was opened and not closed yet.
+        is_busy: a client was opened and not closed yet.
         error: error of a client that is excluded.
+        loop_results: results of a loop of the algorithm.
     """
 
-    def __init__(self, row: ClientTrainer, cuda: Cuda) -> None:
-        self.row, self.cuda, self.stream, self.busy = row, cuda, cuda.stream(), False
+    def __init__(self, setup: Setup, random: PassRandomness, cuda: Cuda, rows: Rows | None = None) -> None:
+        super().__init__(setup, random, rows)
+        self.cuda, self.stream, self.is_busy = cuda, cuda.stream(), False
         self.error: ClientError | None = None
+        self.loop_results: ClientResults | None = None
 
     def call(self, work: Callable[..., T], *operands: Any) -> T | None:
         """Return `work` of the operands, or None if it raised the error of a client that is excluded."""
         try:
             return work(*operands)
         except ClientError as error:
-            if not excludes(self.row.setup, error):
+            if not excludes(self.setup, error):
                 raise
             self.error = error
             return None
 
-
-class StreamLane(Lane):
-    """A lane whose client trains step by step."""
-
-    def __init__(self, row: ClientTrainer, cuda: Cuda) -> None:
-        super().__init__(row, cuda)
-        self.results: ClientResults | None = None  # results of a loop of the algorithm
-
-    def open(self, task: Task, start: Tensor, buffers: Sequence[Tensor]) -> None:
-        """Begin a client after the work that the caller's stream has queued (its vectors, the start)."""
-        self.stream.wait_stream(self.cuda.current())
-        self.cuda.record_stream(vectors(task), self.stream)
-        self.busy, self.error, self.results = True, None, None
-        with self.cuda.use(self.stream):
-            self.call(self.row.open, task, start, buffers)
-
-    def step(self) -> bool:
-        """Queue one local step, or a whole loop of the algorithm. Return False if there was none left."""
+    def queue_steps(self) -> bool:
+        """Queue the next local steps on the stream. Return False if none is left."""
         if self.error is not None:
             return False
         with self.cuda.use(self.stream):
-            if self.row.task.loop is not None:
-                self.results = self.call(run_loop, self.row, self.row.task.loop)
-                return False
-            return bool(self.call(self._next_step))
+            return bool(self.call(self.take_steps))
 
-    def _next_step(self) -> bool:
-        with self.row.client_errors:
-            batch = next(self.row.batches, None)
+    def take_steps(self) -> bool:
+        """Take the next local step, or a whole loop of the algorithm. Return False if no step was left."""
+        if self.task.loop is not None:
+            self.loop_results = run_loop(self, self.task.loop)
+            return False
+        with self.client_errors:
+            batch = next(self.batches, None)
             if batch is not None:
-                self.row.note_loss(self.row.run_step(*batch), self.row.batch_sizes[self.row.k - 1])
+                self.note_loss(self.run_step(*batch), self.batch_sizes[self.k - 1])
         return batch is not None
 
-    def close(self) -> ClientResults:
-        """Return the results of the client, ready on the caller's stream."""
-        with self.cuda.use(self.stream):
-            results = self.results or self.row.results()
-        self.busy, self.results = False, None
-        current = self.cuda.current()
-        current.wait_stream(self.stream)
-        self.cuda.record_stream(tensors(results), current)
-        return results
+
+AnyLane = TypeVar("AnyLane", bound=Lane)
 
 
 def why_not(setup: Setup) -> str | None:
@@ -95,18 +78,25 @@ def why_not(setup: Setup) -> str | None:
     return None
 
 
-class LaneExecutor(Executor):
+class LaneExecutor(Executor, Generic[AnyLane]):
     """The base class of executors that train clients in lanes, one for each slot.
 
-    Joins are events. A row computes what the plain executor computes, in the same order: the bits are the same. A model
-    that draws random numbers (dropout) has the numbers of the plain executor. The host queues one pass after the other,
-    and a kernel gets the seed and the offset of the generator when it is queued.
+    Joins are events. A lane computes what the plain executor computes, in the same order: the bits are the same. A
+    model that draws random numbers (dropout) has the numbers of the plain executor. The host queues one pass after the
+    other, and a kernel gets the seed and the offset of the generator when it is queued.
+
+    Attributes:
+        lanes: the lanes that were needed so far, in the order of the slots.
+        refills_first: lanes that ended are opened again, and their steps are queued, before results are yielded,
+            because the receiver waits for the device. A loop may return views of its lane's memory, so that its results
+            must be received first.
 
     Raises:
         ValueError: the device is not a CUDA device.
     """
 
     longest_first = True
+    refills_first: ClassVar[bool] = False
     default_slots: ClassVar[int] = 8  # torch has 32 streams and then repeats the first
 
     def __init__(self, setup: Setup) -> None:
@@ -114,7 +104,7 @@ class LaneExecutor(Executor):
         if reason is not None:
             raise ValueError(f"executor {self.name!r} cannot serve here: {reason}. Use executor='sequential'")
         self.setup, self.slots = setup, setup.options.slots or self.default_slots
-        self.cuda = Cuda(setup.device)
+        self.cuda, self.lanes = Cuda(setup.device), list[AnyLane]()
         self.random = NoRandomness(setup.device) if setup.draws is None else PassRandomness(setup.device, draws=True)
 
     @staticmethod
@@ -122,86 +112,140 @@ class LaneExecutor(Executor):
         """Return the reason why it cannot serve a run, or None."""
         return why_not(setup)
 
-    @property
-    @abstractmethod
-    def lanes(self) -> Sequence[Lane]:
-        """The lanes that were needed so far, in the order of the slots."""
-
     def train(self, start: Tensor, buffers: Sequence[Tensor], tasks: Iterable[Task]) -> Generator[ClientOutcome]:
         """See `Executor.train`."""
         with self.random.preserve_states():
             try:
                 yield from self._outcomes(start, buffers, iter(tasks))
-            except Exception:
-                try:
-                    self._end_round()
-                # after a failed capture some streams cannot be waited for; the reason of the failure is raised
-                except RuntimeError as problem:
-                    log.info("the lanes of a round that failed could not be waited for: %s", problem)
-                raise
             except BaseException:
-                self._end_round()
+                with suppress(RuntimeError):  # after a failed capture some streams cannot be waited for
+                    self._end_round()
                 raise
             self._end_round()
 
     def _end_round(self) -> None:
         """End a round, also in the middle: queued work ends before its memory is used again."""
         for lane in self.lanes:
-            lane.busy = False
+            lane.is_busy = False
             self.cuda.current().wait_stream(lane.stream)
 
-    @abstractmethod
     def _outcomes(self, start: Tensor, buffers: Sequence[Tensor], tasks: Iterator[Task]) -> Iterator[ClientOutcome]:
-        """Yield the outcomes of a round. See `Executor.train`."""
+        """Yield the outcomes of a round."""
+        finished_lanes: list[AnyLane] = []
+        while True:
+            errors = [lane.error for lane in finished_lanes if lane.error is not None]
+            outcomes = self._join(errors, self._close(finished_lanes))
+            if not self.refills_first:
+                yield from outcomes
+            with name_slots(self.slots):
+                self._open(self._assign(tasks), start, buffers)
+            busy = [lane for lane in self.lanes if lane.is_busy]
+            finished_lanes = [lane for lane in busy if not lane.queue_steps()]
+            for lane in finished_lanes:
+                lane.is_busy = False
+            yield from outcomes  # what is left of them
+            if not busy:
+                return
 
-    def _join(self, parts: Iterable[ClientResults]) -> Iterator[ClientResults]:
-        """Yield results that have the same fields together: their numbers are read once."""
+    def _join(self, errors: Iterable[ClientError], parts: Iterable[ClientResults]) -> Iterator[ClientOutcome]:
+        """Yield errors, and results that have the same fields together: their numbers are read once."""
+        yield from errors
         for group in group_by_fields(parts):
             results = join_results(group)
             self.random.check(results.client_ids[0])
             yield results
 
+    def _assign(self, tasks: Iterator[Task]) -> Iterator[tuple[AnyLane, Task]]:
+        """Yield the free lanes, each with its next task, until there are no more tasks. A lane is made when it is first
+        needed."""
+        free = [slot for slot in range(self.slots) if slot >= len(self.lanes) or not self.lanes[slot].is_busy]
+        for slot, task in zip(free, tasks, strict=False):
+            if slot == len(self.lanes):
+                self.lanes.append(self._new_lane(slot))
+            lane = self.lanes[slot]
+            lane.is_busy, lane.error = True, None
+            yield lane, task
 
-class Streams(LaneExecutor):
-    """One `ClientTrainer` and one stream per slot. The host queues a step of every client in turn and waits for none
-    of them inside an epoch."""
+    @abstractmethod
+    def _new_lane(self, slot: int) -> AnyLane: ...
+
+    @abstractmethod
+    def _open(self, opened: Iterable[tuple[AnyLane, Task]], start: Tensor, buffers: Sequence[Tensor]) -> None:
+        """Begin clients in lanes, after the work that the caller's stream has queued (their vectors, the start)."""
+
+    @abstractmethod
+    def _close(self, lanes: Sequence[AnyLane]) -> list[ClientResults]:
+        """Return the results of clients that ended and are not excluded, ready on the caller's stream."""
+
+
+class Streams(LaneExecutor[Lane]):
+    """One `Lane` per slot. The host queues a step of every client in turn and waits for none of them inside an
+    epoch."""
 
     name = "streams"
 
-    def __init__(self, setup: Setup) -> None:
-        super().__init__(setup)
-        self._lanes: list[StreamLane] = []
+    def _new_lane(self, slot: int) -> Lane:
+        return Lane(self.setup, self.random, self.cuda)
 
-    @property
-    def lanes(self) -> Sequence[StreamLane]:
-        """See `LaneExecutor.lanes`."""
-        return self._lanes
+    def _open(self, opened: Iterable[tuple[Lane, Task]], start: Tensor, buffers: Sequence[Tensor]) -> None:
+        for lane, task in opened:
+            lane.stream.wait_stream(self.cuda.current())
+            self.cuda.record_stream(vectors(task), lane.stream)
+            with self.cuda.use(lane.stream):
+                lane.call(lane.open, task, start, buffers)
 
-    def _outcomes(self, start: Tensor, buffers: Sequence[Tensor], tasks: Iterator[Task]) -> Iterator[ClientOutcome]:
-        has_tasks = True
-        while True:
-            for slot in range(self.slots):
-                if has_tasks and not (slot < len(self._lanes) and self._lanes[slot].busy):
-                    task = next(tasks, None)
-                    if task is None:
-                        has_tasks = False
-                    else:
-                        with name_slots(self.slots):
-                            self._lane(slot).open(task, start, buffers)
-            busy = [lane for lane in self._lanes if lane.busy]
-            if not busy:
-                return
-            # Lanes that end together are one group: its numbers are read once, and all of them are free for the next
-            # clients at once.
-            finished_lanes = [lane for lane in busy if not lane.step()]
-            for lane in finished_lanes:
-                if lane.error is not None:
-                    lane.busy = False
-                    yield lane.error
-            yield from self._join([lane.close() for lane in finished_lanes if lane.error is None])
+    def _close(self, lanes: Sequence[Lane]) -> list[ClientResults]:
+        current, parts = self.cuda.current(), []
+        for lane in lanes:
+            if lane.error is None:
+                with self.cuda.use(lane.stream):
+                    parts.append(lane.loop_results or lane.results())
+                lane.loop_results = None
+                current.wait_stream(lane.stream)
+                self.cuda.record_stream(tensors(parts[-1]), current)
+        return parts
 
-    def _lane(self, slot: int) -> StreamLane:
-        """Return a lane, which is made when it is first needed."""
-        if slot == len(self._lanes):
-            self._lanes.append(StreamLane(ClientTrainer(self.setup, self.random), self.cuda))
-        return self._lanes[slot]
+
+def vectors(task: Task) -> list[Tensor]:
+    """Return the tensors that the local work of a client reads, in its step and in a loop."""
+    step, of_loop = task.step, () if task.loop is None else task.loop.tensors
+    numbers = [x for x in step.numbers().values() if isinstance(x, Tensor)]
+    return [*step.tensors.values(), *numbers, *(step.buffers or ()), *(step.state or {}).values(), *of_loop]
+
+
+def tensors(results: ClientResults) -> list[Tensor]:
+    """Return the tensors of a ClientResults on the device."""
+    snapshots = [s for by_step in results.snapshots or () for s in by_step.values()]
+    values = [*vars(results).values(), *named_tensors(results).values(), *(t for s in snapshots for t in (s.w, s.eps))]
+    return [t for t in values if isinstance(t, Tensor) and t.device.type != "cpu"]
+
+
+def named_tensors(results: ClientResults) -> dict[tuple[str, str], Tensor]:
+    """Return the tensors of a ClientResults that have names, by field and name."""
+    mappings = {"extra": results.extra, "outputs": results.outputs, "state": results.optimizer_state or {}}
+    return {(field, name): x for field, mapping in mappings.items() for name, x in mapping.items()}
+
+
+def join_results(parts: Sequence[ClientResults]) -> ClientResults:
+    """Return the results of clients as one group, in order. A field must be None for all of them or for none."""
+
+    def join(values: list[Any]) -> Any:
+        if len(values) == 1 or values[0] is None:
+            return values[0]
+        if isinstance(values[0], Tensor):
+            return torch.cat(values)
+        if isinstance(values[0], Mapping):
+            return {name: torch.cat([value[name] for value in values]) for name in values[0]}
+        return [x for value in values for x in value]
+
+    return ClientResults(**{f.name: join([getattr(part, f.name) for part in parts]) for f in fields(ClientResults)})
+
+
+def group_by_fields(parts: Iterable[ClientResults]) -> list[list[ClientResults]]:
+    """Return results that have the same fields, in groups."""
+    groups: dict[Hashable, list[ClientResults]] = {}
+    for part in parts:
+        shapes = frozenset((name, x.shape) for name, x in named_tensors(part).items())
+        key = shapes, tuple(value is None for value in vars(part).values())
+        groups.setdefault(key, []).append(part)
+    return list(groups.values())

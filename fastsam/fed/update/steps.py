@@ -23,7 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from functools import cache, cached_property, lru_cache
+from functools import cached_property, lru_cache
 from typing import Any, ClassVar
 
 import torch
@@ -133,7 +133,7 @@ class Step(NamedOptions):
             ValueError: a field is neither a tensor nor a number of `columns`, and cannot be compared by value.
         """
         kind: Any = type(self)
-        values = [(name, getattr(self, name)) for name in _names_of(kind)]
+        values = [(name, getattr(self, name)) for name in _names_of(self)]
         return _key_of(kind, tuple([(name, self._part_of_key(name, x)) for name, x in values if x is not None]))
 
     def _part_of_key(self, name: str, x: Any) -> object:
@@ -185,7 +185,7 @@ class Step(NamedOptions):
         def some(x: Any) -> Any:
             return x[place] if isinstance(x, Tensor) and x.dim() > 1 and len(x) > 1 else x
 
-        parts = {name: y for name in _names_of(type(self)) if (y := some(x := getattr(self, name))) is not x}
+        parts = {name: y for name in _names_of(self) if (y := some(x := getattr(self, name))) is not x}
         if self.state:
             parts["state"] = {name: x if len(x) == 1 else x[place] for name, x in self.state.items()}
         if self.buffers is not None:
@@ -204,7 +204,7 @@ class Step(NamedOptions):
         if all(step is first for step in steps):
             return first
         parts: dict[str, Any] = {}
-        for name in _names_of(type(first)):
+        for name in _names_of(first):
             values = [getattr(step, name) for step in steps]
             tensors = [x for x in values if isinstance(x, Tensor)]
             if len(tensors) == len(values):
@@ -232,7 +232,7 @@ class Step(NamedOptions):
             value = getattr(self, name)
             if not isinstance(value, (Tensor, type(None))):
                 number(f"{label}.{name}", value, at_least=0 if name in ("rho", "eta") else None)
-        tensors = [(name, x) for name in _names_of(type(self)) if isinstance(x := getattr(self, name), Tensor)]
+        tensors = [(name, x) for name in _names_of(self) if isinstance(x := getattr(self, name), Tensor)]
         for name, x in tensors:
             is_number = x.shape[-1:] == (1,)
             shapes = ((n, 1), (1, 1)) if is_number else (w.shape, (n, *w.shape))
@@ -354,10 +354,9 @@ def shift_of(rows: Rows) -> Tensor | None:
     return rows["p"] if outside else None
 
 
-@cache
-def _names_of(kind: Any) -> tuple[str, ...]:
+def _names_of(step: Step) -> tuple[str, ...]:
     """Return the names of the fields that the steps of a round read."""
-    return tuple(f.name for f in fields(kind) if f.name not in _BEFORE)
+    return tuple(f.name for f in fields(step) if f.name not in _BEFORE)
 
 
 def _stacked(values: Sequence[Tensor]) -> Tensor:

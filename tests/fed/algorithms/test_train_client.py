@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 from fastsam import fed
 from fastsam.fed.clients.plan import Work
-from fastsam.fed.executors import cuda
+from fastsam.fed.executors import streams
 from fastsam.fed.executors.task import ClientLoop, Task
 from tests.helpers import oracle
 from tests.helpers.fed_refusals import refusals
@@ -277,4 +277,4 @@ def test_every_tensor_that_a_loop_reads_is_recorded_on_its_stream():
     q, seen, start, w, v, u, b = torch.zeros(7, 1, 1).unbind()
     step = WithNumber(q=q, seen=seen, start=start, state={"exp_avg": u}, buffers=[b])
     task = Task(0, None, None, 0, 0.1, step, loop=ClientLoop(default, [w, v]))
-    assert {id(t) for t in (q, seen, start, w, v, u, b)} <= {id(t) for t in cuda.vectors(task)}
+    assert {id(t) for t in (q, seen, start, w, v, u, b)} <= {id(t) for t in streams.vectors(task)}

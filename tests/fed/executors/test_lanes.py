@@ -14,7 +14,7 @@ from fastsam.fed import executors
 from fastsam.fed.algorithms.fedswa import Falling
 from fastsam.fed.executors import graph_lanes, streams
 from fastsam.fed.executors.cuda import CaptureError
-from fastsam.fed.executors.graph_lanes import Chunk, cut
+from fastsam.fed.executors.graph_lanes import equal_steps
 from fastsam.fed.update.steps import SAM, Shifted, Step
 from tests.helpers import oracle
 from tests.helpers.fake_cuda import FakeCuda, FakeStream, Watch
@@ -35,35 +35,36 @@ def run(executor: str, sizes: tuple[int, ...], algorithm: Any = None, **options:
     return fed.run(model, clients, algorithm or fed.FedSAM(), executor=executor, **keywords)
 
 
-# ---- chunks of steps
+# ---- steps of one graph
+
+
+def chunks_of(sizes: tuple[int, ...], epoch: int, copied: frozenset[int], most: int) -> list[range]:
+    """Return the steps of a client as they are taken together."""
+    chunks, k = list[range](), 0
+    while k < len(sizes):
+        chunks.append(range(k, k + equal_steps(k, sizes, epoch, copied, most)))
+        k = chunks[-1].stop
+    return chunks
 
 
 @pytest.mark.parametrize("most", [1, 4, 8])
 @pytest.mark.parametrize("copied", [(), (0, 45, 69)])
-def test_chunks_hold_all_steps_in_order(copied: tuple[int, ...], most: int) -> None:
+def test_a_graph_holds_equal_steps_of_a_block(copied: tuple[int, ...], most: int) -> None:
     """35 batches of an epoch are two blocks, and the last batch is partial."""
-    epoch = [8] * 34 + [3]
-    sizes = (epoch * 2)[:69]
-    chunks, k = cut(sizes, 35, frozenset(copied), most), 0
-    for chunk in chunks:
-        steps, first = range(k, k + len(chunk.sizes)), k - k % 35
-        assert [sizes[i] for i in steps] == list(chunk.sizes) and len(set(chunk.sizes)) == 1
+    sizes = (((8,) * 34 + (3,)) * 2)[:69]
+    chunks = chunks_of(sizes, 35, frozenset(copied), most)
+    for steps in chunks:
+        assert len({sizes[k] for k in steps}) == 1
         assert len(steps) & (len(steps) - 1) == 0 and len(steps) <= most
-        assert len({(i // 35, i % 35 // 32) for i in steps}) == 1, "a chunk is in one block"
-        assert chunk.is_copied == (k in copied) and (len(steps) == 1 or copied_free(steps, copied))
-        assert chunk.in_epoch == sum(sizes[first:k]) and chunk.in_block == chunk.in_epoch - (k % 35 // 32) * 32 * 8
-        k += len(steps)
-    assert k == len(sizes)
+        assert len({(k // 35, k % 35 // 32) for k in steps}) == 1, "they are in one block"
+        assert len(steps) == 1 or not set(steps) & set(copied)
+    assert [k for steps in chunks for k in steps] == list(range(69))
     if most == 8 and not copied:
-        assert [len(chunk.sizes) for chunk in chunks] == [8, 8, 8, 8, 2, 1, 8, 8, 8, 8, 2]
-
-
-def copied_free(steps: range, copied: tuple[int, ...]) -> bool:
-    return not set(steps) & set(copied)
+        assert [len(steps) for steps in chunks] == [8, 8, 8, 8, 2, 1, 8, 8, 8, 8, 2]
 
 
 def test_a_client_with_less_samples_than_a_batch_has_one_step() -> None:
-    assert cut([3, 3], 1, frozenset(), 8) == [Chunk((3,)), Chunk((3,))]
+    assert chunks_of((3, 3), 1, frozenset(), 8) == [range(0, 1), range(1, 2)]
 
 
 # ---- graphs
@@ -130,7 +131,7 @@ def test_batches_of_many_layouts_have_inputs_only_for_graphs(monkeypatch: Monkey
     cls = executors.registry["graph"](setup)
     for _ in range(4):
         list(cls.train(start, [], iter(tasks)))
-    assert len(FakeCuda.graphs) == 2 == len(cls.lanes[0].row._inputs)
+    assert len(FakeCuda.graphs) == 2 == sum(x.inputs is not None for x in cls.lanes[0].steps_by_key.values())
 
 
 @pytest.mark.parametrize("executor", EXECUTORS)
@@ -197,7 +198,22 @@ def test_streams_that_end_together_close_together() -> None:
     assert groups == [[0, 1, 2], [5], [3, 4, 6]] or groups == [[0, 1, 2], [5], [3, 4], [6]]
 
 
-# ---- planted races
+class ReturnsWeights(fed.FedAvg):
+    """A loop that returns a view of its model's weights."""
+
+    def train_client(self, client: Any, server: Any, state: Any, round: Any) -> dict[str, Tensor]:
+        for x, y in client.batches():
+            client.step(x, y)
+        return {"w": client.w}
+
+    def finish(self, server: Any, client: Any, results: Any, round: Any) -> tuple[Any, fed.Upload]:
+        return client, fed.Upload(mean={"delta": results.extra["w"] - server["w"]})
+
+
+def test_results_of_a_loop_are_received_before_their_lane_trains_again() -> None:
+    sizes = (7, 30, 1, 52, 12, 47)
+    plain, other = (digest(run(name, sizes, ReturnsWeights(), slots=2)) for name in ("sequential", "streams"))
+    assert plain == other
 
 
 # ---- errors
@@ -216,6 +232,18 @@ def test_a_client_that_raises_is_excluded(executor: str) -> None:
     plain = run("sequential", sizes, **options)
     result = run(executor, sizes, slots=3, **options)
     assert digest(result) == digest(plain) and excluded_clients(result) == [[0, 3]] * 3
+
+
+def test_steps_that_raise_are_not_captured() -> None:
+    """A capture that fails ends the run."""
+    raised = list[bool]()
+
+    def record(scores: Tensor, y: Tensor) -> Tensor:
+        raised.extend([FakeCuda.is_in_graph] * (len(y) == 2))
+        return loss(scores, y)
+
+    run("graph", (26, 16, 10, 16), loss=record, on_client_error="exclude", max_excluded=0.5, slots=1)
+    assert len(raised) >= 6 and not any(raised)
 
 
 @pytest.mark.parametrize("slots", [1, 3])
@@ -247,8 +275,7 @@ def test_memory_that_is_too_small_names_slots(executor: str, monkeypatch: Monkey
 
     tasks, start, setup = oracle_tasks((12, 12, 12), slots=6)
     cls = executors.registry[executor](setup)
-    for module in (streams, executors.graph):
-        monkeypatch.setattr(module, "ClientTrainer" if module is streams else "CapturableTrainer", fail)
+    monkeypatch.setattr(streams.Lane, "__init__", fail)
     with pytest.raises(torch.OutOfMemoryError, match=r"no memory for 6 clients at once .*2 GiB.*slots=3"):
         list(cls.train(start, [], iter(tasks)))
 
