@@ -136,10 +136,13 @@ def test_text_models_have_a_row_program(name: str) -> None:
         x[0, :, :4] = 2
         for _ in range(2):
             same(passes, form, x, y)
-        assert row_pass_of(passes, n, x[0], y[0]) is not None
+        row_pass = row_pass_of(passes, n, x[0], y[0])
+        assert row_pass is not None
     for index in (11, -1):
         x[1, 2, 3] = index
         with pytest.raises(RuntimeError, match=f"Index {index} is out of bounds"):
+            row_pass(*[v.detach() for v in form.leaves], x, y)
+        with pytest.raises(IndexError, match="out of range"):
             passes.run(form, x, y)
 
 
@@ -192,9 +195,12 @@ def test_on_a_gpu_a_row_fits_the_memory_of_its_block(width: int, fits: bool, mon
 
 def test_labels_that_are_no_class() -> None:
     passes, form, x, y = prepare_passes()
+    row_pass = row_pass_of(passes, 5, x[0], y[0])
     for label in (4, -1, -101):
         y[1, 3] = label
         with pytest.raises(RuntimeError, match=f"Target {label} is out of bounds"):
+            row_pass(*[v.detach() for v in form.leaves], x, y)
+        with pytest.raises(IndexError, match=f"Target {label} is out of bounds"):
             passes.run(form, x, y)
 
 
