@@ -122,9 +122,9 @@ class SlowPasses(logging.Handler):
         run, log = StackedPasses.gradients, logging.getLogger("fastsam.fed")
 
         @functools.wraps(run)
-        def counted(passes: StackedPasses, *operands: Any) -> Any:
+        def counted(passes: StackedPasses, *operands: Any, **options: Any) -> Any:
             self.count += 1
-            return run(passes, *operands)
+            return run(passes, *operands, **options)
 
         log.addHandler(self)
         try:
