@@ -364,18 +364,20 @@ class Replay:
     Attributes:
         function: the replayed pass.
         slots: indices of the parameters that have a gradient.
-        right_shapes: rows and samples of each pass that was compared and was right.
+        count: number of passes that were compared and were right.
+        rows: the number of rows of the last of them, for each size of a batch.
         wrong_sizes: sizes of a batch for which it was wrong.
     """
 
     function: Function
     slots: tuple[int, ...]
-    right_shapes: list[Shape] = field(default_factory=list)
+    count: int = 0
+    rows: dict[int, int] = field(default_factory=dict)
     wrong_sizes: set[int] = field(default_factory=set)
 
     def is_known(self, size: int) -> bool:
         """Return True if passes over batches of that size are no longer compared."""
-        return len(self.right_shapes) > 1 and any(size == samples for _, samples in self.right_shapes)
+        return self.count > 1 and size in self.rows
 
     @torch.no_grad()
     def run(self, weights: list[Tensor], batch: Tensors) -> PassResult:
@@ -555,10 +557,10 @@ class Replays:
             log.debug("executor vmap: a recorded step does not serve batches of %s samples: %s", size, error)
         else:
             if replay.slots == expected[2] and agree(*_part(expected, finite), *_part(result, finite)):
-                replay.right_shapes.append((rows, size))
+                replay.count, replay.rows[size] = replay.count + 1, rows
                 return result
         replay.wrong_sizes.add(size)
-        if (rows, size) in replay.right_shapes:
+        if replay.rows.get(size) == rows:  # it was right before
             self._end("the model's forward pass is not a function of its inputs and weights")
         return None
 

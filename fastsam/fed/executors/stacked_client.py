@@ -169,7 +169,7 @@ def keys_of(clients: Group, steps: int = 1) -> Tensor:
 def gather_samples(samples: Tensors, indices: Tensor) -> Tensors:
     """Return the samples at indices `[rows, batch]`, each `[rows, batch, ...]`."""
     flat = indices.flatten()
-    return tuple(t.index_select(0, flat).unflatten(0, indices.shape) for t in samples)
+    return tuple([t.index_select(0, flat).view(*indices.shape, *t.shape[1:]) for t in samples])
 
 
 def runs(keys: Sequence[object]) -> list[slice]:

@@ -99,8 +99,10 @@ class StackedLane:
         """Run a pass of clients, and return the losses and gradients of their rows."""
 
         def run(place: slice) -> tuple[Tensor, Gradients]:
-            some = rows if place == slice(0, rows.n) else rows.part(place.start, place.stop)
+            if place == slice(0, rows.n):
+                return self.passes.run(rows, *batch, objective=objective, operands=operands)
             tensors, others = [t[place] for t in batch], [t[place] for t in operands]
+            some = rows.part(place.start, place.stop)
             return self.passes.run(some, *tensors, objective=objective, operands=others)
 
         results = self._by_client(clients, len(batch[0]), run)

@@ -99,6 +99,9 @@ class Cohort:
             order, next_cohort = (
                 sorted(client_ids, key=data.sizes.__getitem__, reverse=True) for client_ids in (order, next_cohort)
             )
+            if executor.stacks:  # the partial batches of one size are taken together, best by neighbours
+                blocks = [order[start : start + block_size] for start in range(0, len(order), block_size)]
+                order = [i for block in blocks for i in sorted(block, key=self._last_batch)]
         self.states.begin(self.old_state.clients, order, next_cohort)
         if data.prefetches:
             cohort_ids = set(order)  # a client in both cohorts is loaded again after its data were released
@@ -112,6 +115,10 @@ class Cohort:
                 snapshots = self._snapshots(i) if self.stages else _NOTHING
                 loop = self._loop(i) if self.contract.has_loop else None
                 yield Task(i, next(works), setup, index, lr, step, row, n, snapshots, loop)
+
+    def _last_batch(self, client: int) -> int:
+        """Return the number of samples of the last batch of an epoch of a client."""
+        return self.settings.local.sizes_of(self.data.sizes[client])[-1]
 
     def _loop(self, client: int) -> ClientLoop:
         """Return the algorithm's loop for a client."""

@@ -182,7 +182,7 @@ class Rows:
 
     def column(self, column: int) -> Tensor:
         """Return a column of the hyperparameters, float64 `[n, 1]`, which a step may write."""
-        return self.hparams[:, :, column]
+        return self.hparams.select(2, column)
 
     def views_like(self, g: Gradients, field: Tensor) -> list[Tensor]:
         """Return views of a field, one for each gradient and shaped like it."""

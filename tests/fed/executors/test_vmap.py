@@ -135,7 +135,8 @@ def test_memory_that_is_too_small_names_slots(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_places_of_rows_go_to_the_device_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """From ordinary memory each copy would wait for all that the device has to do, twice a step."""
+    """From ordinary memory each copy would wait for all that the device has to do, twice a step. In the second step only
+    the middle row has no whole batch."""
     tables: list[tuple[int, ...]] = []
     original = scratch_rows.to_device
 
@@ -145,7 +146,7 @@ def test_places_of_rows_go_to_the_device_once(monkeypatch: pytest.MonkeyPatch) -
         return original(t, device)
 
     monkeypatch.setattr(scratch_rows, "to_device", count_copies)
-    clients = oracle.ragged_clients(torch.float32, (15, 12, 10))  # in the third step only the second has no whole batch
+    clients = oracle.ragged_clients(torch.float32, (16, 7, 18))
     runs = [
         digest(fed.run(oracle.smooth_model(torch.float32), clients, fed.FedGSAM(rho=0.05), rounds=3, batch_size=5,
                        participation=1.0, local_epochs=2, executor="vmap", slots=3))

@@ -40,7 +40,8 @@ class RowSteps:
         rule, self.store = setup.rule, setup.population.clients.store
         is_cpu = setup.device.type == "cpu"
         has_programs = replays.make_row_pass is not None
-        self.can_serve = has_programs and rule is not None and (is_cpu or rule.name in _RULES_ON_CUDA)
+        self._can_serve = has_programs and rule is not None and (is_cpu or rule.name in _RULES_ON_CUDA)
+        self._known: dict[tuple[torch.Size, ...], Passes] = {}  # row programs by the shapes of samples
 
     def train(self, clients: Sequence[StackedClient]) -> list[StackedClient]:
         """Take the next steps of each client for whose batches there are row programs. Return the other clients.
@@ -49,50 +50,46 @@ class RowSteps:
         """
         alike: dict[tuple[torch.Size, ...], list[StackedClient]] = {}
         for client in clients:
-            alike.setdefault(client.shapes, []).append(client)
-        return [other for some in alike.values() for other in self._train_alike(some)]
+            if self._is_native(client):
+                alike.setdefault(client.shapes, []).append(client)
+        served = {client for some in alike.values() for client in self._train_alike(some)}
+        return [client for client in clients if client not in served]
 
     def serves(self, client: StackedClient) -> bool:
         """Return True if `train` takes the client's next step."""
-        return self._count(client, self._passes([client])) > 0
+        return self._is_native(client) and client.steps_of_sizes(self._passes([client])) > 0
+
+    def _is_native(self, client: StackedClient) -> bool:
+        """Return True if a step consists of `norm_`, `perturb_`, `update_norm_` and `update_`, and no row is copied
+        before a step."""
+        return self._can_serve and client.key.is_native and client.batches is None and not client.task.snapshots
 
     def _train_alike(self, clients: Sequence[StackedClient]) -> list[StackedClient]:
-        """Do the same for clients with samples of the same shapes."""
+        """Take the next steps of clients with samples of the same shapes, and return the clients that were served."""
         passes = self._passes(clients)
-        if not passes:
-            return list(clients)
         groups: dict[Key | int, list[Span]] = {}  # equal keys, and samples in one memory
-        others: list[StackedClient] = []
-        for client in clients:
-            count = self._count(client, passes)
+        for client in clients if passes else ():
+            count = client.steps_of_sizes(passes)
             if count:
+                count = 1 if client.key.has_rate else count  # a call has one learning rate
                 groups.setdefault(client.key if self.store is not None else id(client), []).append((client, count))
-            else:
-                others.append(client)
         for group in groups.values():
             self._train(group, passes)
-        return others
+        return [client for group in groups.values() for client, _ in group]
 
     def _passes(self, clients: Sequence[StackedClient]) -> Passes:
         """Return the row programs for the batches of clients with samples of the same shapes, which are gathered
         natively."""
         samples = clients[0].samples
-        if not self.can_serve or not _are_native(*samples):
+        if self.replays.reason is not None or not _are_native(*samples):
             return {}
+        known = self._known.setdefault(clients[0].shapes, {})
         sizes = {size for epoch in {c.epoch for c in clients} for size in (epoch[0], epoch[-1])}
-        replays = {size: self.replays.find(len(clients), size, *samples) for size in sizes}
-        passes = {size: replay.function for size, replay in replays.items() if replay is not None}
-        return {size: p for size, p in passes.items() if isinstance(p, RowPass) and p.has_all_gradients}
-
-    def _count(self, client: StackedClient, passes: Passes) -> int:
-        """Return how many of the client's next steps can be taken natively: with one learning rate in a call.
-
-        They consist of `norm_`, `perturb_`, `update_norm_` and `update_`, and no row is copied before a step.
-        """
-        if client.batches is not None or not client.key.is_native or client.task.snapshots:
-            return 0
-        count = client.steps_of_sizes(passes)
-        return min(1, count) if client.key.has_rate else count
+        for size in sizes - known.keys():
+            replay = self.replays.find(len(clients), size, *samples)
+            if replay is not None and isinstance(replay.function, RowPass) and replay.function.has_all_gradients:
+                known[size] = replay.function
+        return {size: known[size] for size in sizes & known.keys()}
 
     def _train(self, group: Sequence[Span], passes: Passes) -> None:
         """Take the steps of a group in one call."""
