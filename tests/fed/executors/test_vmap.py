@@ -135,8 +135,8 @@ def test_memory_that_is_too_small_names_slots(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_places_of_rows_go_to_the_device_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """From ordinary memory each copy would wait for all that the device has to do, twice a step. In the second step only
-    the middle row has no whole batch."""
+    """From ordinary memory each copy would wait for all that the device has to do, twice a step. Only the middle row
+    has no whole batch in the second step."""
     tables: list[tuple[int, ...]] = []
     original = scratch_rows.to_device
 
