@@ -128,7 +128,7 @@ def test_what_an_own_algorithm_raises_is_told_with_method_round_and_client(metho
 
 
 def test_of_stacked_clients_all_are_named() -> None:
-    with pytest.raises(fed.AlgorithmError, match="local_step failed in round 2, clients 1, 2, 0: Zero"):
+    with pytest.raises(fed.AlgorithmError, match="local_step failed in round 2, clients 2, 1, 0: Zero"):
         start("vmap", algorithm=Raises("local_step"), slots=4)
 
 
