@@ -100,8 +100,7 @@ class Cohort:
                 sorted(client_ids, key=data.sizes.__getitem__, reverse=True) for client_ids in (order, next_cohort)
             )
             if executor.stacks:  # the partial batches of one size are taken together, best by neighbours
-                blocks = [order[start : start + block_size] for start in range(0, len(order), block_size)]
-                order = [i for block in blocks for i in sorted(block, key=self._last_batch)]
+                order = self._by_last_batch(order, block_size)
         self.states.begin(self.old_state.clients, order, next_cohort)
         if data.prefetches:
             cohort_ids = set(order)  # a client in both cohorts is loaded again after its data were released
@@ -116,9 +115,13 @@ class Cohort:
                 loop = self._loop(i) if self.contract.has_loop else None
                 yield Task(i, next(works), setup, index, lr, step, row, n, snapshots, loop)
 
-    def _last_batch(self, client: int) -> int:
-        """Return the number of samples of the last batch of an epoch of a client."""
-        return self.settings.local.sizes_of(self.data.sizes[client])[-1]
+    def _by_last_batch(self, clients: Sequence[int], block_size: int) -> list[int]:
+        """Return clients in blocks, each in the order of the numbers of samples of their last batches."""
+        last = {n: self.settings.local.sizes_of(n)[-1] for n in {self.data.sizes[i] for i in clients}}
+        if len(last) <= 1:
+            return list(clients)
+        blocks = [clients[start : start + block_size] for start in range(0, len(clients), block_size)]
+        return [i for block in blocks for i in sorted(block, key=lambda i: last[self.data.sizes[i]])]
 
     def _loop(self, client: int) -> ClientLoop:
         """Return the algorithm's loop for a client."""

@@ -49,20 +49,21 @@ class RowSteps:
         A client that fails has its error.
         """
         alike: dict[tuple[torch.Size, ...], list[StackedClient]] = {}
-        for client in clients:
-            if self._is_native(client):
-                alike.setdefault(client.shapes, []).append(client)
+        for client in filter(self._is_native, clients) if self._can_serve else ():
+            alike.setdefault(client.shapes, []).append(client)
         served = {client for some in alike.values() for client in self._train_alike(some)}
         return [client for client in clients if client not in served]
 
     def serves(self, client: StackedClient) -> bool:
         """Return True if `train` takes the client's next step."""
-        return self._is_native(client) and client.steps_of_sizes(self._passes([client])) > 0
+        may_serve = self._can_serve and self._is_native(client)
+        return may_serve and client.steps_of_sizes(self._passes([client])) > 0
 
-    def _is_native(self, client: StackedClient) -> bool:
+    @staticmethod
+    def _is_native(client: StackedClient) -> bool:
         """Return True if a step consists of `norm_`, `perturb_`, `update_norm_` and `update_`, and no row is copied
         before a step."""
-        return self._can_serve and client.key.is_native and client.batches is None and not client.task.snapshots
+        return client.key.is_native and client.batches is None and not client.task.snapshots
 
     def _train_alike(self, clients: Sequence[StackedClient]) -> list[StackedClient]:
         """Take the next steps of clients with samples of the same shapes, and return the clients that were served."""
@@ -94,8 +95,9 @@ class RowSteps:
     def _train(self, group: Sequence[Span], passes: Passes) -> None:
         """Take the steps of a group in one call."""
         clients, device, key = [client for client, _ in group], self.setup.device, group[0][0].key
-        indices, begins = places_of([c.task.work for c in clients], [c.offset for c in clients])
-        rows, work, (x, y) = self.rows, _work(group, begins), clients[0].samples
+        offsets = [c.offset for c in clients]
+        indices, begins = places_of([c.task.work for c in clients], offsets)
+        rows, work, (x, y) = self.rows, _work(group, offsets, begins), clients[0].samples
         rows.select(key)
         if key.has_rate:
             rows.set_rates([client.rate for client in clients], to_device(work, device)[:, 0])
@@ -117,8 +119,9 @@ class RowSteps:
                 client.end = RowEnd(results[1], results[2], place)
         if device.type == "cpu":  # on CUDA a client that fails has numbers that are not finite, and nothing waits
             _keep_failures(clients, failures)
+        passes_of_step = key.passes
         for client, count in group:
-            client.advance(count, key.passes)
+            client.advance(count, passes_of_step)
 
 
 def _are_native(x: Tensor, *others: Tensor) -> bool:
@@ -127,12 +130,15 @@ def _are_native(x: Tensor, *others: Tensor) -> bool:
     return x.dtype in (torch.float32, torch.int64) and is_labels == [True]
 
 
-def _work(group: Sequence[Span], begins: Sequence[int]) -> Tensor:
-    """Return the work of rows (see `ops.row_steps_`), whose next samples begin at `begins` of the indices."""
+def _work(group: Sequence[Span], offsets: Sequence[int], begins: Sequence[int]) -> Tensor:
+    """Return the work of rows (see `ops.row_steps_`) that have seen `offsets` samples and whose next samples begin at
+    `begins` of the indices."""
     words = array("q")
-    for (client, count), begin in zip(group, begins, strict=True):
-        samples = client.offset_of(client.k + count) - client.offset
-        words.extend((client.slot, begin, min(samples, client.offset_of(len(client.epoch))), count))
+    for (client, count), offset, begin in zip(group, offsets, begins, strict=True):
+        samples = client.offset_of(client.k + count) - offset
+        if count > len(client.epoch):
+            samples = client.offset_of(len(client.epoch))
+        words.extend((client.slot, begin, samples, count))
     return torch.frombuffer(words, dtype=torch.int64).view(-1, 4)
 
 
