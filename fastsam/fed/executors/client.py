@@ -44,8 +44,8 @@ class Client:
         task = row.task
         if isinstance(task.step, Shifted):
             raise ValueError(
-                "train_client does not serve fed.Shifted, whose perturbation lasts the whole round. Use a step of your "
-                "own, or client.w"
+                "train_client does not serve fed.Shifted, whose perturbation lasts the whole round. Use a "
+                "user-defined step, or client.w"
             )
         self._row, self._task, self._stop_requested = row, task, stop_requested
         self.id, self.num_samples, self.model = task.client, task.work.samples, row.replica.module
@@ -283,7 +283,7 @@ class Client:
             self._results = self._close(None)
         step.check(start, 1)
         self.has_phases, self._epochs = True, 0
-        row.start = start
+        row.start, row.task = start, replace(row.task, snapshots=frozenset())  # measures see the first model
         row.begin(step, start)
 
     def start_from(self, start: Tensor) -> None:

@@ -414,6 +414,30 @@ def test_a_graph_of_one_shape_that_is_wrong_is_a_warning(monkeypatch, caplog):
     assert caplog.text.count("not replayed: the replay of a pass gives other losses or gradients") == 1
 
 
+def test_a_recording_that_raises_is_a_warning(monkeypatch, caplog):
+    make, is_broken = record.joint_function, []
+
+    def joint_function(*operands):
+        function = make(*operands)
+
+        def run(*inputs):
+            if is_broken:
+                raise RuntimeError("no such operation")
+            return function(*inputs)
+
+        return run
+
+    monkeypatch.setattr(record, "joint_function", joint_function)
+    passes, form, _ = joint_passes(nn.Linear(8, 3))
+    x, y = torch.randn(5, 4, 8), torch.randint(0, 3, (5, 4))
+    for _ in range(3):
+        same(passes, form, x, y)
+    assert "not replayed" not in caplog.text
+    is_broken.append(True)
+    losses, _ = passes.run(form, x, y)
+    assert torch.equal(losses, passes.plain(form, x, y)[0]) and "not replayed" in caplog.text
+
+
 @pytest.mark.parametrize("row", [0, 4])
 @pytest.mark.parametrize("has_row_programs", [False, True])
 def test_an_error_of_a_batch_says_nothing_of_the_recording(row, has_row_programs, caplog):

@@ -176,8 +176,10 @@ class Own:
         return {"my_steps": aggregate.scalar("my steps")}
 
 
-def test_an_object_of_the_users_own():
-    assert all(r["my_steps"] == r["steps"] for r in run(measures=Own()).history)
+@pytest.mark.parametrize("algorithm", [fed.FedAvg(), fed.Ditto()], ids=["FedAvg", "Ditto"])
+def test_an_object_of_the_users_own(algorithm):
+    """The second model of Ditto's clients leaves the copies of the first one."""
+    assert all(r["my_steps"] == r["steps"] for r in run(algorithm, measures=Own()).history)
 
 
 PAGE = ROOT / "docs" / "measures.md"
