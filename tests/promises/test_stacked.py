@@ -45,7 +45,7 @@ def near(loss: Tensor, outputs: Tensor, y: Tensor, teacher: Tensor) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class Near(fed.Step):
-    """A step whose outputs stay near those of the round's start."""
+    """A step whose outputs stay near the outputs at the start of the round."""
 
     def __call__(self, rows: Rows, passes: Passes) -> Tensor:
         losses, g = passes(near, passes.outputs_of(rows["start"]))

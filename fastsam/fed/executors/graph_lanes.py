@@ -132,8 +132,8 @@ class GraphLane(Lane):
         self.rows.losses.add_(losses, alpha=size)
 
     def take_steps(self) -> bool:
-        """Take the next steps: as many as a graph may hold, or one on a batch that has been read. Return False if no
-        step is left."""
+        """Take the next steps: the steps of one graph, or a single step on a batch that has been read. Return False if
+        no step is left."""
         k, size, steps = self.k, self.batch_sizes[self.k], 1
         if self.memory.store is not None:
             epoch = len(self.task.work.sizes)

@@ -423,7 +423,7 @@ class Replays:
         batch, size = tuple([t.contiguous() for t in batch]), batch[0].shape[1]
         for replay in self._ways(weights, batch):
             if replay.is_known(size):
-                with suppress(RuntimeError):  # of a wrong batch the plain pass raises torch's own error
+                with suppress(RuntimeError):  # the plain pass raises the own error of a wrong batch
                     return replay.run(weights, batch)
             result = self._compared(replay, weights, batch)
             if result is not None or size not in replay.wrong_sizes:

@@ -104,9 +104,8 @@ class StackedPasses:
     def run(
         self, rows: Rows, *batch: Tensor, objective: Objective | None = None, operands: Sequence[Tensor] = ()
     ) -> tuple[Tensor, Gradients]:
-        """Run a pass on the tensors of a batch, each `[rows, batch, ...]`. The losses are detached. The gradients are
-        the loss's, or those of an objective with operands `[rows, ...]`. A parameter that is not used is left out of
-        them.
+        """Run a pass on the tensors of a batch, each `[rows, batch, ...]`. The losses are detached. They have the
+        gradients of the loss, or of an objective with operands `[rows, ...]`. A parameter that is not used has none.
 
         Raises:
             ValueError: there is an objective, but samples come in batches that only the loss reads.
@@ -335,8 +334,8 @@ def has_row_program(setup: Setup) -> bool:
 
 
 def _trial_batches(setup: Setup) -> Iterator[Tensors]:
-    """Yield the example, and as many of its samples as the smallest batch has if the model draws random numbers: what
-    it draws may depend on the size."""
+    """Yield the example. If the model draws random numbers, yield its first samples too, in a batch of the smallest
+    size: the draws may depend on the size."""
     batch = tensors_of(setup.example)
     yield batch
     sizes = [setup.options.sizes_of(n) for n in set(setup.population.clients.known_sizes.values())]

@@ -143,7 +143,7 @@ class LaneExecutor(Executor, Generic[AnyLane]):
             finished_lanes = [lane for lane in busy if not lane.queue_steps()]
             for lane in finished_lanes:
                 lane.is_busy = False
-            yield from outcomes  # what is left of them
+            yield from outcomes  # already empty if they were received first
             if not busy:
                 return
 

@@ -137,7 +137,7 @@ class Step(NamedOptions):
         return _key_of(kind, tuple([(name, self._part_of_key(name, x)) for name, x in values if x is not None]))
 
     def _part_of_key(self, name: str, x: Any) -> object:
-        """Return the part of the key for a field: the kind of a tensor, or the type and the value of others."""
+        """Return the part of the key for a field: the kind of a tensor, or the type and the value."""
         if name in self.columns:
             return _COLUMN
         if isinstance(x, Tensor):

@@ -297,5 +297,5 @@ def test_the_activations_that_a_pass_keeps_are_counted(uses_func: bool) -> None:
     model = Model(nn.Linear(6, 64).requires_grad_(False), nn.Linear(64, 32), nn.Tanh(), nn.Linear(32, 3))
     clients = PairClients([(X, Y)], None)
     trial = try_model(model, Population(clients, torch.device("cpu")), F.cross_entropy, len(X))
-    total_weight = 1  # of the mean in the loss
+    total_weight = 1  # the mean in the loss keeps it
     assert trial.activations == (0 if uses_func else 4 * (len(X) * (64 + 32 + 3) + total_weight))
