@@ -290,7 +290,7 @@ def test_epochs_have_the_bits_of_single_steps(method: str, options: dict, monkey
     calls, train_ = [], RowSteps._train
 
     def count(self: RowSteps, group: Any, *operands: Any) -> None:
-        calls.append(max(count for _, count in group))
+        calls.append(max(count for count, *_ in group.values()))
         train_(self, group, *operands)
 
     monkeypatch.setattr(RowSteps, "_train", count)
@@ -322,7 +322,7 @@ def test_epochs_of_texts_have_the_bits_of_single_steps(method: str, monkeypatch:
     counts, train_ = [], RowSteps._train
 
     def count(self: RowSteps, group: Any, *operands: Any) -> None:
-        counts.append(max(count for _, count in group))
+        counts.append(max(count for count, *_ in group.values()))
         train_(self, group, *operands)
 
     monkeypatch.setattr(RowSteps, "_train", count)

@@ -23,7 +23,8 @@ from fastsam.fed.update.steps import Key, shift_of
 _RULES_ON_CUDA = ("sgd", "adam")  # AdamW has the rule "adam"; the CPU has all rules
 
 Passes = dict[int, RowPass]  # by the number of samples of a batch
-Span = tuple[StackedClient, int]  # a client and its number of next steps
+Span = tuple[int, int, int]  # a number of next steps, and the numbers of samples before them and in one epoch of them
+Group = dict[StackedClient, Span]
 
 
 class RowSteps:
@@ -67,16 +68,18 @@ class RowSteps:
 
     def _train_alike(self, clients: Sequence[StackedClient]) -> list[StackedClient]:
         """Take the next steps of clients with samples of the same shapes, and return the clients that were served."""
-        passes = self._passes(clients)
-        groups: dict[Key | int, list[Span]] = {}  # equal keys, and samples in one memory
+        passes, spans = self._passes(clients), dict[tuple[object, ...], Span]()  # equal clients have equal spans
+        groups: dict[Key | int, Group] = {}  # equal keys, and samples in one memory
         for client in clients if passes else ():
-            count = client.steps_of_sizes(passes)
-            if count:
-                count = 1 if client.key.has_rate else count  # a call has one learning rate
-                groups.setdefault(client.key if self.store is not None else id(client), []).append((client, count))
+            sort = client.key, id(client.epoch), client.k, client.steps
+            if sort not in spans:
+                spans[sort] = _span(client, passes)
+            if spans[sort][0]:
+                key = client.key if self.store is not None else id(client)
+                groups.setdefault(key, {})[client] = spans[sort]
         for group in groups.values():
             self._train(group, passes)
-        return [client for group in groups.values() for client, _ in group]
+        return [client for group in groups.values() for client in group]
 
     def _passes(self, clients: Sequence[StackedClient]) -> Passes:
         """Return the row programs for the batches of clients with samples of the same shapes, which are gathered
@@ -92,18 +95,17 @@ class RowSteps:
                 known[size] = replay.function
         return {size: known[size] for size in sizes & known.keys()}
 
-    def _train(self, group: Sequence[Span], passes: Passes) -> None:
+    def _train(self, group: Group, passes: Passes) -> None:
         """Take the steps of a group in one call."""
-        clients, device, key = [client for client, _ in group], self.setup.device, group[0][0].key
-        offsets = [c.offset for c in clients]
-        indices, begins = places_of([c.task.work for c in clients], offsets)
-        rows, work, (x, y) = self.rows, _work(group, offsets, begins), clients[0].samples
+        clients, device = list(group), self.setup.device
+        indices, begins = places_of([c.task.work for c in clients], [offset for _, offset, _ in group.values()])
+        rows, key, work, (x, y) = self.rows, clients[0].key, _work(group, begins), clients[0].samples
         rows.select(key)
         if key.has_rate:
             rows.set_rates([client.rate for client in clients], to_device(work, device)[:, 0])
         failures = torch.empty(len(group), 3, dtype=torch.int64, device=device)
         results: tuple[Tensor, Tensor, Tensor] | None = None
-        if all(client.k + count == client.steps for client, count in group):
+        if all(client.k + count == client.steps for client, (count, *_) in group.items()):
             squares = torch.empty(len(group), dtype=torch.float64, device=device)
             results = rows["start"].expand_as(rows.z), rows.z.new_empty(len(group), rows.z.shape[1]), squares
         ops.row_steps_(
@@ -120,7 +122,7 @@ class RowSteps:
         if device.type == "cpu":  # on CUDA a client that fails has numbers that are not finite, and nothing waits
             _keep_failures(clients, failures)
         passes_of_step = key.passes
-        for client, count in group:
+        for client, (count, *_) in group.items():
             client.advance(count, passes_of_step)
 
 
@@ -130,14 +132,18 @@ def _are_native(x: Tensor, *others: Tensor) -> bool:
     return x.dtype in (torch.float32, torch.int64) and is_labels == [True]
 
 
-def _work(group: Sequence[Span], offsets: Sequence[int], begins: Sequence[int]) -> Tensor:
-    """Return the work of rows (see `ops.row_steps_`) that have seen `offsets` samples and whose next samples begin at
-    `begins` of the indices."""
+def _span(client: StackedClient, passes: Passes) -> Span:
+    """Return the span of next steps that one call can take: with one learning rate, and sizes that have passes."""
+    count = client.steps_of_sizes(passes)
+    count = min(1, count) if client.key.has_rate else count
+    samples = client.offset_of(client.k + count) - client.offset
+    return count, client.offset, min(samples, client.offset_of(len(client.epoch)))
+
+
+def _work(group: Group, begins: Sequence[int]) -> Tensor:
+    """Return the work of rows (see `ops.row_steps_`), whose next samples begin at `begins` of the indices."""
     words = array("q")
-    for (client, count), offset, begin in zip(group, offsets, begins, strict=True):
-        samples = client.offset_of(client.k + count) - offset
-        if count > len(client.epoch):
-            samples = client.offset_of(len(client.epoch))
+    for (client, (count, _, samples)), begin in zip(group.items(), begins, strict=True):
         words.extend((client.slot, begin, samples, count))
     return torch.frombuffer(words, dtype=torch.int64).view(-1, 4)
 
